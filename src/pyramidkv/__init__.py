@@ -1,0 +1,58 @@
+"""PyramidKV and its relatives: compress a transformer's KV cache after the prompt, for real."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .attention import AttentionError
+    from .budgets import BudgetError
+    from .cache import CompressedCache
+    from .engine import compress
+    from .errors import CacheStateError, PromptError, PyramidKVError
+    from .generation import Generation, generate
+    from .methods import METHODS, Compression, Method, MethodError, get_method
+    from .support import SUPPORTED_MODEL_TYPES, UnsupportedModelError
+
+__version__ = version("pyramidkv")
+
+# Loaded on first use, so that what needs no model starts without torch.
+_HOMES = {
+    "attention": ("AttentionError",),
+    "budgets": ("BudgetError",),
+    "cache": ("CompressedCache",),
+    "engine": ("compress",),
+    "errors": ("CacheStateError", "PromptError", "PyramidKVError"),
+    "generation": ("Generation", "generate"),
+    "methods": ("METHODS", "Compression", "Method", "MethodError", "get_method"),
+    "support": ("SUPPORTED_MODEL_TYPES", "UnsupportedModelError"),
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+
+__all__ = [
+    "METHODS",
+    "SUPPORTED_MODEL_TYPES",
+    "AttentionError",
+    "BudgetError",
+    "CacheStateError",
+    "CompressedCache",
+    "Compression",
+    "Generation",
+    "Method",
+    "MethodError",
+    "PromptError",
+    "PyramidKVError",
+    "UnsupportedModelError",
+    "__version__",
+    "compress",
+    "generate",
+    "get_method",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME_OF:
+        return getattr(import_module(f".{_HOME_OF[name]}", __name__), name)
+    raise AttributeError(f"module 'pyramidkv' has no attribute {name!r}")

@@ -1,0 +1,162 @@
+"""The compressed cache: what transformers sees in place of a `DynamicCache`."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import Cache, DynamicCache, PreTrainedConfig, PreTrainedModel
+
+from . import attention
+from .errors import CacheStateError
+from .layer import CompressedLayer, PromptPlan
+from .methods import Compression, Method, make_compression
+from .support import full_attention_layers
+
+
+class CompressedCache(Cache):
+    """A cache whose full-attention layers keep only the tokens a method selects.
+
+    Pass it to `generate(past_key_values=cache)` or to the model itself. The first forward pass is
+    the prompt; it is compressed layer by layer. Everything after it is kept, so a layer holds its
+    budget plus the tokens that came later. For inference only: no gradients flow through it.
+
+    While the cache exists, the model's attention implementation is one that wraps the model's own
+    and does the same as before for everything but compressed caches.
+
+    Args:
+        model: the model it is for.
+        method: a method's name or a `Method`.
+        budget: tokens kept per layer and KV head, averaged over layers, sinks and window included.
+        compression_ratio: fraction of the prompt to remove; instead of a budget.
+        on_layer: called with (layers done, layers) as the prompt passes through.
+        options: the method's options (see `methods.Options`).
+
+    Raises:
+        UnsupportedModelError, MethodError, BudgetError, AttentionError: before any work.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        method: str | Method = "pyramidkv",
+        budget: int | None = None,
+        compression_ratio: float | None = None,
+        *,
+        on_layer: Callable[[int, int], None] | None = None,
+        **options: Any,
+    ):
+        compression = make_compression(method, budget, compression_ratio, **options)
+        self._build(model.config, compression, on_layer)
+        attention.acquire(model)
+        weakref.finalize(self, attention.release, model)
+
+    @classmethod
+    def for_switched_model(
+        cls,
+        config: PreTrainedConfig,
+        compression: Compression,
+        on_layer: Callable[[int, int], None] | None = None,
+    ) -> CompressedCache:
+        """Return a cache for a model that someone else keeps switched to our attention."""
+        cache = cls.__new__(cls)
+        cache._build(config, compression, on_layer)
+        return cache
+
+    def _build(
+        self,
+        config: PreTrainedConfig,
+        compression: Compression,
+        on_layer: Callable[[int, int], None] | None,
+    ) -> None:
+        full = full_attention_layers(config)
+        self._plan = PromptPlan(compression, len(full), on_layer)
+        layers: list[Any] = list(DynamicCache(config=config).layers)
+        for index, layer_index in enumerate(full):
+            layers[layer_index] = CompressedLayer(index, self._plan)
+        super().__init__(layers=layers)
+
+    @property
+    def compression(self) -> Compression:
+        """The method and how much it keeps."""
+        return self._plan.compression
+
+    @property
+    def compressed_layers(self) -> list[CompressedLayer]:
+        """The layers that share the budget, lowest first."""
+        return [layer for layer in self.layers if isinstance(layer, CompressedLayer)]
+
+    @property
+    def prompt_lengths(self) -> list[int]:
+        """Prompt tokens of each batch row, without padding; empty before the prompt."""
+        return list(self._plan.lengths)
+
+    @property
+    def schedules(self) -> list[list[int]]:
+        """Prompt tokens kept, per batch row and full-attention layer; empty before the prompt."""
+        return [list(schedule) for schedule in self._plan.schedules]
+
+    @property
+    def tokens_seen(self) -> int:
+        """Tokens processed so far, padding included: the next position."""
+        return self.get_seq_length()
+
+    def kept_lengths(self) -> list[list[int]]:
+        """Return the tokens stored now, per full-attention layer and batch row."""
+        return [layer.kept_lengths() for layer in self.compressed_layers]
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of the keys and values stored, read off the tensors; every layer counts."""
+        return sum(_stored_bytes(layer) for layer in self.layers)
+
+    @property
+    def allocated_bytes(self) -> int:
+        """Bytes of all tensors held: `kv_bytes`, room to grow, and the kept positions."""
+        return sum(
+            layer.allocated_bytes if isinstance(layer, CompressedLayer) else _stored_bytes(layer)
+            for layer in self.layers
+        )
+
+    def end_prompt(self) -> None:
+        """Say that the prompt is complete: tokens that follow are added to it and all kept."""
+        if not self._plan.lengths:
+            raise CacheStateError("the cache is empty: no prompt has been processed")
+        self._plan.prompt_ended = True
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the last `-tokens_to_remove` tokens, if they came after the prompt."""
+        for layer in self.compressed_layers:
+            layer.check_crop(tokens_to_remove)
+        super().crop(tokens_to_remove)
+
+    def reset(self) -> None:
+        """Empty the cache, ready for another prompt."""
+        super().reset()  # type: ignore[no-untyped-call]
+        self._plan.reset()
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        super().batch_repeat_interleave(repeats)
+        self._take_plan([row for row in range(len(self.prompt_lengths)) for _ in range(repeats)])
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        super().batch_select_indices(indices)
+        rows = torch.arange(len(self.prompt_lengths), device=indices.device)[indices]
+        self._take_plan(rows.tolist())
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        super().reorder_cache(beam_idx)
+        self._take_plan(beam_idx.tolist())
+
+    def _take_plan(self, rows: list[int]) -> None:
+        plan = self._plan
+        if plan.lengths:
+            plan.lengths = [plan.lengths[row] for row in rows]
+            plan.schedules = [plan.schedules[row] for row in rows]
+
+
+def _stored_bytes(layer: Any) -> int:
+    return sum(tensor.nbytes for tensor in (layer.keys, layer.values) if tensor is not None)

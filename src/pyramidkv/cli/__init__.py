@@ -1,0 +1,55 @@
+"""The command line. Commands are thin: they read input, call the package, show records."""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+
+from ..errors import PyramidKVError
+from .demo import demo
+from .generate import generate
+from .methods import methods
+
+app = typer.Typer(
+    name="pyramidkv",
+    help="Generate from long prompts with a compressed KV cache.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.command()(generate)
+app.command()(methods)
+app.command()(demo)
+
+
+def _version(show: bool) -> None:
+    if show:
+        from .. import __version__
+
+        typer.echo(f"pyramidkv {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: bool = typer.Option(
+        False, "--version", callback=_version, is_eager=True, help="Show the version and exit."
+    ),
+) -> None:
+    pass
+
+
+def main() -> None:
+    """Run the command line; a user's mistake ends with one sentence and exit code 2."""
+    try:
+        app()
+    except PyramidKVError as error:
+        typer.echo(f"pyramidkv: {error}", err=True)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        typer.echo("\npyramidkv: interrupted", err=True)
+        sys.exit(130)
+    except BrokenPipeError:
+        sys.stderr.close()  # the reader of our output has gone; there is no one to tell
+        sys.exit(1)

@@ -1,0 +1,98 @@
+"""Tables and progress, all made from records."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from ..records import format_bytes
+
+
+def console(stderr: bool = False) -> Console:
+    """Return a console for results, or for everything that is not the result."""
+    return Console(stderr=stderr, highlight=False)
+
+
+def plain_table(*columns: str) -> Table:
+    """Return an empty table; the first column names the rows."""
+    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
+    for column in columns:
+        table.add_column(column)
+    return table
+
+
+def results_table(records: Sequence[dict[str, Any]]) -> Table:
+    """Return a table with one column per run, from their records."""
+    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
+    table.add_column("")
+    for record in records:
+        table.add_column(_title(record), justify="right")
+
+    def row(name: str, value: Callable[[dict[str, Any]], str]) -> None:
+        table.add_row(name, *(value(record) for record in records))
+
+    row("prompt tokens", lambda r: f"{r['prompt_tokens']:,}")
+    row("kept, first layer", lambda r: f"{r['kept_lengths'][0]:,}")
+    row("kept, last layer", lambda r: f"{r['kept_lengths'][-1]:,}")
+    row("kept in all / full", lambda r: _share(sum(r["kept_lengths"]), r["full_total"], "{:,}"))
+    row("KV cache / full", lambda r: _bytes_share(r["kv_bytes"], r["kv_bytes_full"]))
+    row("smaller by", lambda r: f"{r['kv_bytes_full'] / r['kv_bytes']:.1f}x")
+    row("time to first token", lambda r: f"{r['time_to_first_token_s']:.2f} s")
+    row("time per token", lambda r: _milliseconds(r["time_per_output_token_s"]))
+    return table
+
+
+def schedule_lines(schedule: Sequence[int]) -> Iterator[str]:
+    """Yield a schedule as a bar chart, one line per layer."""
+    widest = max(schedule)
+    for layer, kept in enumerate(schedule):
+        yield f"  layer {layer:>3}  {kept:>8,}  {'#' * max(1, round(40 * kept / widest))}"
+
+
+@contextmanager
+def progress(description: str) -> Iterator[Callable[[int, int], None]]:
+    """Show progress on stderr while the block runs; yields the function that reports it."""
+    with Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        console=console(stderr=True),
+        transient=True,
+        disable=not sys.stderr.isatty(),
+    ) as bar:
+        task = bar.add_task(description, total=None)
+
+        def report(done: int, total: int) -> None:
+            bar.update(task, completed=done, total=total)
+            if done == total:
+                bar.stop()
+
+        yield report
+
+
+def _title(record: dict[str, Any]) -> str:
+    chosen = record["compression"]
+    if chosen["budget"] is not None:
+        return f"{chosen['method']} {chosen['budget']}"
+    if chosen["compression_ratio"] is not None:
+        return f"{chosen['method']} {chosen['compression_ratio']:.0%} off"
+    return str(chosen["method"])
+
+
+def _share(part: int, whole: int, form: str) -> str:
+    return f"{form.format(part)} / {form.format(whole)}"
+
+
+def _bytes_share(part: int, whole: int) -> str:
+    return f"{format_bytes(part)} / {format_bytes(whole)}"
+
+
+def _milliseconds(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{seconds * 1000:.1f} ms"

@@ -1,0 +1,83 @@
+"""Reading what users give on the command line, and refusing it in one sentence."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+from ..errors import PyramidKVError
+
+
+class InputError(PyramidKVError):
+    """Something given on the command line cannot be used."""
+
+
+def read_prompt(prompt: str | None, prompt_file: Path | None, source: str | None) -> str:
+    """Return the prompt from the one place it was given in.
+
+    Raises:
+        InputError: none or several places, an unreadable file, or text that is not UTF-8.
+    """
+    given = [value for value in (prompt, prompt_file, source) if value is not None]
+    if len(given) != 1:
+        raise InputError(
+            "give the prompt once: --prompt TEXT, --prompt-file FILE, or - for standard input; "
+            f"{len(given) or 'none'} given"
+        )
+    if source is not None and source != "-":
+        raise InputError(
+            f"unexpected argument {source!r}; use - for standard input, or --prompt for text"
+        )
+    if prompt is not None:
+        return prompt
+    if source == "-" or str(prompt_file) == "-":
+        return _decode(sys.stdin.buffer.read(), "standard input")
+    assert prompt_file is not None
+    try:
+        data = prompt_file.read_bytes()
+    except OSError as error:
+        raise InputError(f"cannot read {str(prompt_file)!r}: {error.strerror}") from None
+    return _decode(data, repr(str(prompt_file)))
+
+
+def _decode(data: bytes, name: str) -> str:
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise InputError(
+            f"{name} is not UTF-8 text (byte {error.start}); convert it to UTF-8 first"
+        ) from None
+
+
+def check_output(path: Path | None) -> None:
+    """Refuse an output file that could not be written, before any work.
+
+    Raises:
+        InputError: it is a folder, or its folder is missing or read-only.
+    """
+    if path is None:
+        return
+    folder = path.parent
+    if path.is_dir() or not folder.is_dir():
+        what = "is a folder" if path.is_dir() else f"has no folder {str(folder)!r} to go into"
+        raise InputError(f"cannot write {str(path)!r}: it {what}; name a file in a folder")
+    if not os.access(folder, os.W_OK):
+        raise InputError(f"cannot write {str(path)!r}: its folder is read-only")
+
+
+def layer_budgets(text: str | None) -> tuple[int, ...] | None:
+    """Read a list of layer budgets such as `400,200,100`.
+
+    Raises:
+        InputError: it is not a list of whole numbers.
+    """
+    if text is None:
+        return None
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise InputError(
+            f"--layer-budgets is {text!r}; give whole numbers separated by commas, one per "
+            "full-attention layer"
+        ) from None

@@ -1,0 +1,46 @@
+"""`pyramidkv methods`: what there is to choose from."""
+
+from __future__ import annotations
+
+import typer
+
+from ..methods import METHODS, Method
+
+
+def methods() -> None:
+    """List the compression methods: what each keeps, its settings and its options."""
+    for method in METHODS.values():
+        typer.secho(method.name, bold=True)
+        typer.echo(f"  {method.summary}")
+        if not method.evicts:
+            continue
+        typer.echo(f"  {_settings(method)}")
+        typer.echo(f"  options: {_options(method)}")
+        typer.echo(f"  source: {method.source}")
+    typer.echo(
+        "\nscore options: --group-reduce, --window-reduce, --value-norm, --pooling, --kernel-size"
+        "\nbudget options: --allocation, --beta, --gamma, --c-max, --c-min, --layer-budgets"
+    )
+
+
+def _settings(method: Method) -> str:
+    options = method.options
+    exact = "not exact" if options.allocation == "official" else "exact"
+    parts = [f"{options.allocation} budgets, {exact}", f"{options.sink_tokens} sinks"]
+    if options.window_size:
+        parts.append(f"window {options.window_size}")
+    if options.kernel_size > 1:
+        parts.append(f"{options.pooling}-pool {options.kernel_size}")
+    if method.needs_window:
+        parts.append(f"{options.group_reduce} over the group")
+    return "; ".join(parts)
+
+
+def _options(method: Method) -> str:
+    words = ["--window-size, --sink-tokens"]
+    if method.needs_window:
+        words.append("score options")
+    elif "pooling" in method.settable:
+        words.append("--group-reduce, --pooling, --kernel-size")
+    words.append("budget options" if "allocation" in method.settable else "--beta")
+    return ", ".join(words)

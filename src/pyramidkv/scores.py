@@ -1,0 +1,216 @@
+"""Token scores: how much each cached token matters. Pure functions of one layer's states.
+
+All scores share one signature and return float32 of shape `[batch, kv_heads, tokens]` where larger
+means keep. States are those after the rotary embedding. Work is done in blocks of queries, so the
+memory beyond inputs and result stays near `WORKSPACE_BYTES` whatever the prompt length, and an
+N x N matrix never exists.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor
+
+Reduction = Literal["mean", "max"]
+
+WORKSPACE_BYTES = 16 * 2**20
+"""Aim for the largest block of attention weights held at once, in bytes of float32."""
+
+
+class Score(Protocol):
+    """Rates every token of a prompt from the states of one layer."""
+
+    def query_count(self, prompt_length: int) -> int:
+        """Return how many of the prompt's last queries the score reads."""
+        ...
+
+    def __call__(
+        self,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        valid: Tensor | None,
+        scale: float,
+        softcap: float | None = None,
+    ) -> Tensor:
+        """Return the scores.
+
+        Args:
+            queries: `[batch, query_heads, W, head_dim]`, the last W tokens' queries.
+            keys, values: `[batch, kv_heads, N, head_dim]`.
+            valid: bool `[batch, N]`, False for padding; None when nothing is padded.
+            scale: factor on the attention logits, usually `head_dim ** -0.5`.
+            softcap: the model's cap on attention logits (Gemma 2), if it has one.
+
+        Returns:
+            float32 `[batch, kv_heads, N]`; padding is minus infinity.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class WindowAttention:
+    """Attention of the last `window` queries to each token (SnapKV, arXiv 2404.14469, eq. 3-5;
+    PyramidKV, arXiv 2406.02069, section 4.3).
+
+    Attributes:
+        window: number of queries that vote.
+        window_reduce: how their votes are combined: `mean` as published, or `max`.
+        group_reduce: how the query heads that share a KV head are combined.
+        value_norm: weight each token by the L2 norm of its value vector.
+    """
+
+    window: int
+    window_reduce: Reduction = "mean"
+    group_reduce: Reduction = "mean"
+    value_norm: bool = False
+
+    def query_count(self, prompt_length: int) -> int:
+        return min(self.window, prompt_length)
+
+    def __call__(
+        self,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        valid: Tensor | None,
+        scale: float,
+        softcap: float | None = None,
+    ) -> Tensor:
+        result = _reduce_attention(
+            queries, keys, valid, scale, softcap, self.window_reduce, self.group_reduce
+        )
+        if self.value_norm:
+            result *= torch.linalg.vector_norm(values, dim=-1, dtype=torch.float32)
+        return _mask_padding(result, valid)
+
+
+@dataclass(frozen=True)
+class AccumulatedAttention:
+    """Attention each token receives from all prompt queries (H2O, arXiv 2306.14048, section 4).
+
+    The score of a token is its column sum in the causal softmax over the whole prompt. That is as
+    much work as the prompt's own attention, which is what this method costs.
+    """
+
+    group_reduce: Reduction = "mean"
+
+    def query_count(self, prompt_length: int) -> int:
+        return prompt_length
+
+    def __call__(
+        self,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        valid: Tensor | None,
+        scale: float,
+        softcap: float | None = None,
+    ) -> Tensor:
+        result = _reduce_attention(queries, keys, valid, scale, softcap, "sum", self.group_reduce)
+        return _mask_padding(result, valid)
+
+
+@dataclass(frozen=True)
+class Recency:
+    """The position itself: later tokens matter more (StreamingLLM, arXiv 2309.17453)."""
+
+    def query_count(self, prompt_length: int) -> int:
+        return 0
+
+    def __call__(
+        self,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        valid: Tensor | None,
+        scale: float,
+        softcap: float | None = None,
+    ) -> Tensor:
+        batch, kv_heads, tokens, _ = keys.shape
+        positions = torch.arange(tokens, dtype=torch.float32, device=keys.device)
+        return _mask_padding(positions.expand(batch, kv_heads, tokens).clone(), valid)
+
+
+def _mask_padding(scores: Tensor, valid: Tensor | None) -> Tensor:
+    if valid is not None:
+        scores.masked_fill_(~valid[:, None], float("-inf"))
+    return scores
+
+
+def _reduce_attention(
+    queries: Tensor,
+    keys: Tensor,
+    valid: Tensor | None,
+    scale: float,
+    softcap: float | None,
+    query_reduce: Literal["mean", "max", "sum"],
+    group_reduce: Reduction,
+) -> Tensor:
+    """Reduce the causal softmax over queries, then over the query heads of each KV head.
+
+    Queries are the last ones of the sequence, so query i of W sees tokens up to N - W + i.
+    Returns float32 `[batch, kv_heads, N]`. Queries that are padding do not vote.
+    """
+    batch, query_heads, count, head_dim = queries.shape
+    _, kv_heads, tokens, _ = keys.shape
+    group = query_heads // kv_heads
+    grouped = queries.reshape(batch, kv_heads, group, count, head_dim)
+    result = torch.empty((batch, kv_heads, tokens), dtype=torch.float32, device=keys.device)
+    head_step = max(1, WORKSPACE_BYTES // (4 * group * count * tokens))
+    for row in range(batch):
+        row_valid = None if valid is None else valid[row]
+        for head in range(0, kv_heads, head_step):
+            heads = slice(head, head + head_step)
+            reduced = _reduce_queries(
+                grouped[row, heads], keys[row, heads], row_valid, scale, softcap, query_reduce
+            )  # [heads, group, N]
+            result[row, heads] = reduced.amax(1) if group_reduce == "max" else reduced.mean(1)
+    return result
+
+
+def _reduce_queries(
+    queries: Tensor,
+    keys: Tensor,
+    valid: Tensor | None,
+    scale: float,
+    softcap: float | None,
+    query_reduce: Literal["mean", "max", "sum"],
+) -> Tensor:
+    """Do the work of `_reduce_attention` for some KV heads of one batch row.
+
+    Takes queries `[heads, group, W, head_dim]`, keys `[heads, N, head_dim]` and valid `[N]`;
+    returns `[heads, group, N]`.
+    """
+    heads, group, count, head_dim = queries.shape
+    tokens = keys.shape[1]
+    reduced = torch.zeros((heads, group, tokens), dtype=torch.float32, device=keys.device)
+    keys_transposed = keys.float().transpose(1, 2)
+    step = max(1, WORKSPACE_BYTES // (4 * heads * group * tokens))
+    for start in range(0, count, step):
+        rows = min(step, count - start)
+        seen = tokens - count + start + rows  # later tokens are hidden from all of these queries
+        block = queries[:, :, start : start + rows].float().reshape(heads, group * rows, head_dim)
+        logits = torch.bmm(block * scale, keys_transposed[:, :, :seen])
+        logits = logits.view(heads, group, rows, seen)
+        if softcap is not None:
+            logits.div_(softcap).tanh_().mul_(softcap)
+        future = torch.ones((rows, rows), dtype=torch.bool, device=keys.device).triu_(1)
+        logits[..., -rows:].masked_fill_(future, float("-inf"))
+        if valid is not None:
+            logits.masked_fill_(~valid[:seen], float("-inf"))
+        weights = logits.softmax(-1)
+        if valid is not None:
+            weights.masked_fill_(~valid[seen - rows : seen, None], 0.0)
+        target = reduced[:, :, :seen]
+        if query_reduce == "max":
+            torch.maximum(target, weights.amax(2), out=target)
+        else:
+            target += weights.sum(2)
+    if query_reduce == "mean":
+        votes = count if valid is None else valid[-count:].sum().clamp(min=1)
+        reduced /= votes
+    return reduced

@@ -1,0 +1,105 @@
+"""Selection: from scores to the indices of the tokens that stay."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+PoolingKind = Literal["max", "avg"]
+
+
+@dataclass(frozen=True)
+class Pooling:
+    """Smoothing of the scores over neighbouring tokens, so that whole phrases are kept.
+
+    Attributes:
+        kind: `max` or `avg`.
+        kernel_size: odd number of tokens; 1 leaves the scores as they are.
+    """
+
+    kind: PoolingKind = "max"
+    kernel_size: int = 1
+
+    def __post_init__(self) -> None:
+        if self.kind not in ("max", "avg"):
+            raise ValueError(f"pooling is {self.kind!r}; it must be 'max' or 'avg'")
+        if self.kernel_size < 1 or self.kernel_size % 2 == 0:
+            raise ValueError(
+                f"kernel_size is {self.kernel_size}; it must be an odd number of at least 1"
+            )
+
+    def __call__(self, scores: Tensor) -> Tensor:
+        """Pool `[batch, kv_heads, tokens]` over the tokens; the shape stays. Edges see fewer."""
+        if self.kernel_size == 1 or scores.shape[-1] == 0:
+            return scores
+        half = self.kernel_size // 2
+        if self.kind == "max":
+            return functional.max_pool1d(scores, self.kernel_size, stride=1, padding=half)
+        return functional.avg_pool1d(
+            scores, self.kernel_size, stride=1, padding=half, count_include_pad=False
+        )
+
+
+def select(scores: Tensor, budget: int, sinks: int, window: int, pooling: Pooling) -> Tensor:
+    """Return the tokens that stay: sinks, the best of the evictable tokens, the window.
+
+    Sinks and window take no part in pooling, so a sink's large score does not spread to its
+    neighbours. Equal pooled scores are settled by the token's own score, then by position, the
+    later token first: a peak widened by max-pooling never loses its centre before its flanks.
+
+    Args:
+        scores: float32 `[batch, kv_heads, tokens]`, larger means keep; no padding among them.
+        budget: tokens to keep, sinks and window included.
+        sinks, window: first and last tokens that always stay.
+
+    Returns:
+        int64 `[batch, kv_heads, min(budget, tokens)]`, ascending, no index twice.
+
+    Raises:
+        ValueError: the budget is below `min(sinks + window, tokens)` or below 1.
+    """
+    batch, kv_heads, tokens = scores.shape
+    if budget < max(1, min(sinks + window, tokens)):
+        raise ValueError(
+            f"cannot keep {budget} of {tokens} tokens: {sinks} sinks and a window of {window} are "
+            "always kept, and at least 1 token"
+        )
+    device = scores.device
+    if budget >= tokens:
+        return torch.arange(tokens, device=device).expand(batch, kv_heads, tokens)
+    own = scores[..., sinks : tokens - window]
+    chosen = _top_indices(pooling(own), own, budget - sinks - window) + sinks
+    first = torch.arange(sinks, device=device).expand(batch, kv_heads, sinks)
+    last = torch.arange(tokens - window, tokens, device=device).expand(batch, kv_heads, window)
+    return torch.cat([first, chosen, last], dim=-1)
+
+
+def _top_indices(primary: Tensor, secondary: Tensor, count: int) -> Tensor:
+    """Return the `count` best positions of the last dimension, ascending.
+
+    Order is by `primary`, then `secondary`, then the later position. `torch.topk` alone settles
+    ties differently from run to run and device to device, so it only finds the threshold here.
+    """
+    if count == 0:
+        return primary.new_empty((*primary.shape[:-1], 0), dtype=torch.int64)
+    rank = (_order(primary) << 32) + (_order(secondary) + 2**31)
+    threshold = rank.topk(count, dim=-1, sorted=False).values.amin(-1, keepdim=True)
+    above = rank > threshold
+    tied = rank == threshold
+    wanted = count - above.sum(-1, keepdim=True)
+    later_ties = tied.sum(-1, keepdim=True) - tied.cumsum(-1)
+    chosen = above | (tied & (later_ties < wanted))
+    slots = torch.where(chosen, chosen.cumsum(-1) - 1, count)  # the last slot takes the rest
+    positions = torch.arange(primary.shape[-1], device=primary.device).expand_as(slots)
+    result = positions.new_empty((*primary.shape[:-1], count + 1))
+    return result.scatter_(-1, slots, positions)[..., :count]
+
+
+def _order(scores: Tensor) -> Tensor:
+    """Map float32 to int64 in the int32 range such that order is preserved."""
+    bits = (scores.float() + 0.0).view(torch.int32)  # adding 0.0 makes -0.0 equal to 0.0
+    return torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long()

@@ -1,0 +1,68 @@
+"""Which models can be compressed, decided from the configuration alone."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from .errors import PyramidKVError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+SUPPORTED_MODEL_TYPES = (
+    "gemma",
+    "gemma2",
+    "gemma3_text",
+    "llama",
+    "mistral",
+    "mixtral",
+    "phi3",
+    "qwen2",
+    "qwen2_moe",
+    "qwen3",
+    "qwen3_moe",
+)
+"""Decoder-only models with full (grouped) attention, each tested against a dense reference."""
+
+
+class UnsupportedModelError(PyramidKVError, ValueError):
+    """The model cannot be compressed; the message names it and those that can."""
+
+
+def full_attention_layers(config: PreTrainedConfig) -> list[int]:
+    """Return the indices of the layers that see the whole prompt: those that share the budget.
+
+    Sliding-window layers are bounded already and are left alone.
+
+    Raises:
+        UnsupportedModelError: the architecture is not supported, or no layer can be compressed.
+    """
+    model_type = config.model_type
+    if model_type not in SUPPORTED_MODEL_TYPES:
+        raise UnsupportedModelError(
+            f"the architecture {model_type!r} is not supported; supported are: "
+            f"{', '.join(SUPPORTED_MODEL_TYPES)}"
+        )
+    if getattr(config, "use_bidirectional_attention", False):
+        raise UnsupportedModelError(
+            f"this {model_type} model attends in both directions; only causal decoders can be "
+            "compressed"
+        )
+    count = config.num_hidden_layers
+    kinds = getattr(config, "layer_types", None)
+    if kinds is None:
+        window = getattr(config, "sliding_window", None)
+        kinds = ["full_attention" if window is None else "sliding_attention"] * count
+    unknown = sorted(set(kinds) - {"full_attention", "sliding_attention"})
+    if unknown:
+        raise UnsupportedModelError(
+            f"this {model_type} model has layers of kind {', '.join(unknown)}; only full and "
+            "sliding-window attention are supported"
+        )
+    layers = [index for index, kind in enumerate(kinds) if kind == "full_attention"]
+    if not layers:
+        raise UnsupportedModelError(
+            f"every layer of this {model_type} model has a sliding window, so there is nothing to "
+            "compress"
+        )
+    return layers

@@ -1,0 +1,136 @@
+"""The compressed model's logits equal those of a dense model with the evicted tokens masked."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from reference import Reference
+from tiny import CONFIGS, positions_of, prompt_ids, tiny_model
+
+import pyramidkv
+from pyramidkv.methods import Compression, make_compression
+
+STEPS = 20
+
+
+def engine_logits(model, compression: Compression, ids, mask, steps, cache=None):
+    """Run prompt and steps by hand on a compressed cache; return last logits of each pass."""
+    if cache is None:
+        cache = pyramidkv.CompressedCache(
+            model, compression.method, compression.budget, compression.compression_ratio
+        )
+    logits = []
+    for new in [ids, *steps]:
+        if cache.tokens_seen:
+            mask = torch.cat([mask, torch.ones_like(new)], dim=1)
+        with torch.no_grad():
+            out = model(
+                input_ids=new,
+                attention_mask=mask,
+                position_ids=positions_of(mask)[:, -new.shape[1] :],
+                past_key_values=cache,
+                use_cache=True,
+            )
+        logits.append(out.logits[:, -1])
+    return logits, cache
+
+
+def assert_same(model, compression: Compression, lengths, step_sizes=(1,) * STEPS) -> None:
+    ids, mask = prompt_ids(*lengths)
+    steps = [prompt_ids(*[n] * len(lengths), seed=100 + i)[0] for i, n in enumerate(step_sizes)]
+    expected = Reference(model, compression).decode(ids, mask, steps)
+    actual, cache = engine_logits(model, compression, ids, mask, steps)
+    for got, want in zip(actual, expected, strict=True):
+        torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
+    if compression.method.evicts:
+        added = sum(step_sizes)
+        for row, length in enumerate(lengths):
+            schedule = compression.schedule(len(cache.compressed_layers), length)
+            assert [kept[row] for kept in cache.kept_lengths()] == [n + added for n in schedule]
+
+
+def small(name: str, budget: int = 20, **options) -> Compression:
+    sizes = {"kernel_size": 5} if name in ("pyramidkv", "snapkv") else {}
+    if name in ("pyramidkv", "snapkv", "h2o"):
+        sizes["window_size"] = 6
+    return make_compression(name, budget, **{**sizes, **options})
+
+
+@pytest.mark.parametrize("lengths", [(60,), (60, 25, 43)], ids=["batch1", "padded3"])
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("architecture", CONFIGS)
+def test_logits_equal_a_masked_dense_reference(architecture, attention, lengths):
+    if architecture == "gemma2" and attention == "sdpa":
+        pytest.skip("transformers has no sdpa with the softcap of Gemma 2")
+    assert_same(tiny_model(architecture, attention), small("pyramidkv"), lengths)
+
+
+@pytest.mark.parametrize("lengths", [(60,), (60, 25, 43)], ids=["batch1", "padded3"])
+@pytest.mark.parametrize(
+    ("method", "options"),
+    [
+        ("streamingllm", {}),
+        ("h2o", {}),
+        ("h2o", {"group_reduce": "max", "kernel_size": 3}),
+        ("snapkv", {}),
+        ("snapkv", {"window_reduce": "max", "value_norm": True}),
+        ("snapkv", {"pooling": "avg", "group_reduce": "mean"}),
+        ("snapkv-paper", {}),
+        ("pyramidkv-paper", {}),
+        ("pyramidkv-official", {}),
+        ("pyramidkv", {"allocation": "power", "gamma": 2.0}),
+    ],
+)
+def test_every_method_equals_the_reference(method, options, lengths):
+    assert_same(tiny_model("qwen3", "sdpa"), small(method, 24, **options), lengths)
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_layers_of_very_unequal_lengths(attention):
+    compression = make_compression(
+        "snapkv", layer_budgets=[40, 20, 10, 12], window_size=6, kernel_size=5
+    )
+    assert_same(tiny_model("llama", attention), compression, (60,))
+    assert_same(tiny_model("llama", attention), compression, (60, 30, 11))
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("lengths", [(60,), (60, 25, 43)], ids=["batch1", "padded3"])
+def test_a_second_turn_of_several_tokens_sees_the_kept_ones(attention, lengths):
+    turns = (1, 1, 17, 1, 1, 5, 1)
+    assert_same(tiny_model("llama", attention), small("pyramidkv"), lengths, turns)
+    assert_same(tiny_model("gemma3_text", attention), small("pyramidkv"), lengths, turns)
+
+
+@pytest.mark.parametrize("architecture", CONFIGS)
+def test_under_the_budget_nothing_changes(architecture):
+    model = tiny_model(architecture, "eager")
+    ids, mask = prompt_ids(50, 31)
+    steps = [prompt_ids(1, 1, seed=i)[0] for i in range(5)]
+    compressed, cache = engine_logits(model, make_compression("pyramidkv", 64), ids, mask, steps)
+    full = Reference(model, make_compression("full")).decode(ids, mask, steps)
+    for got, want in zip(compressed, full, strict=True):
+        torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
+    assert all(kept == [55, 36] for kept in cache.kept_lengths())
+
+
+def test_prompt_logits_are_those_of_the_full_model():
+    """Eviction never disturbs the attention of the prompt itself."""
+    model = tiny_model("llama", "sdpa")
+    ids, _ = prompt_ids(80)
+    with torch.no_grad():
+        plain = model(ids).logits
+        with pyramidkv.compress(model, "streamingllm", budget=8):
+            compressed = model(ids).logits
+    assert torch.equal(plain, compressed)
+
+
+def test_evicting_more_changes_the_answer():
+    """The reference itself would not notice if nothing were evicted at all."""
+    model = tiny_model("llama", "sdpa")
+    ids, mask = prompt_ids(60)
+    steps = [prompt_ids(1, seed=5)[0]]
+    full, _ = engine_logits(model, make_compression("full"), ids, mask, steps)
+    small_logits, _ = engine_logits(model, small("pyramidkv", 12), ids, mask, steps)
+    assert torch.equal(full[0], small_logits[0])
+    assert (full[1] - small_logits[1]).abs().max() > 1e-2
