@@ -179,6 +179,7 @@ class Power:
     def schedule(
         self, layers: int, budget: int, prompt_length: int, protected: int = 0
     ) -> list[int]:
+        check_budget(budget, protected)
         c_min = protected if self.c_min is None else self.c_min
         if c_min < protected:
             raise BudgetError(

@@ -18,6 +18,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from .attention import LAYER_TAG
 from .errors import CacheStateError, PromptError
+from .memory import FreedMemory
 from .methods import Compression
 from .scores import Score
 from .selection import Pooling, select
@@ -40,6 +41,7 @@ class PromptPlan:
     prompt_ended: bool = False
     seen_mask: weakref.ref[Tensor] | None = None
     new_valid: Tensor | None = None
+    freed: FreedMemory = field(default_factory=FreedMemory)
 
     def __post_init__(self) -> None:
         method = self.compression.method
@@ -133,7 +135,9 @@ class CompressedLayer(CacheLayerMixin):
             keys, values = key_states, value_states
         else:
             if count == 1:
-                self._plan.prompt_ended = True
+                if not self._plan.prompt_ended:
+                    self._plan.prompt_ended = True
+                    self._plan.freed.hand_back()
             elif not self._plan.prompt_ended:
                 raise CacheStateError(
                     "the prompt was compressed after its first forward pass, and more tokens "
@@ -254,6 +258,7 @@ class CompressedLayer(CacheLayerMixin):
         self._storage = storage
         self._rows = self._prompt_rows = rows
         self._awaiting = False
+        plan.freed.add(keys.device, keys.nbytes + values.nbytes)
         if plan.on_layer is not None:
             plan.on_layer(self.index + 1, plan.layer_count)
 

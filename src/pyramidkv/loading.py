@@ -48,9 +48,7 @@ def load_config(name: str) -> PreTrainedConfig:
         LoadError: nothing can be loaded under this name.
     """
     if _is_path(name) and not Path(name).exists():
-        raise LoadError(
-            f"the model {name!r} does not exist; give a hub id, a folder or a GGUF file"
-        )
+        raise LoadError(f"no model at {name!r}; give a hub id, a folder or a GGUF file")
     if Path(name).is_dir() and not (Path(name) / "config.json").is_file():
         raise LoadError(f"the folder {name!r} has no config.json, so it is not a model folder")
     config: PreTrainedConfig = _load(name, "configuration", AutoConfig.from_pretrained)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 Reduction = Literal["mean", "max"]
 
-WORKSPACE_BYTES = 16 * 2**20
+WORKSPACE_BYTES = 4 * 2**20
 """Aim for the largest block of attention weights held at once, in bytes of float32."""
 
 
@@ -210,6 +210,7 @@ def _reduce_queries(
             torch.maximum(target, weights.amax(2), out=target)
         else:
             target += weights.sum(2)
+        del logits, weights  # or the next block would be made while this one is still held
     if query_reduce == "mean":
         votes = count if valid is None else valid[-count:].sum().clamp(min=1)
         reduced /= votes

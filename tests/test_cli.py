@@ -1,0 +1,258 @@
+"""The command line as users run it: results, and mistakes in one sentence with exit code 2."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from conftest import tiny_tokenizer, words
+from tiny import tiny_model
+from transformers import GPT2Config
+from typer.testing import CliRunner
+
+from pyramidkv import cli
+
+
+def run(*arguments: object, stdin: bytes = b"") -> subprocess.CompletedProcess:
+    """Run the command in a process of its own: the one way to see what a user sees."""
+    command = [sys.executable, "-c", "from pyramidkv.cli import main; main()"]
+    return subprocess.run(
+        [*command, *map(str, arguments)],
+        input=stdin,
+        capture_output=True,
+        env={**os.environ, "COLUMNS": "100", "HF_HUB_OFFLINE": "1"},
+        check=False,
+    )
+
+
+def small(folder) -> list[object]:
+    return [
+        *("generate", "--model", folder, "--budget", 20, "--window-size", 6),
+        *("--kernel-size", 5, "--max-new-tokens", 6),
+    ]
+
+
+def test_generate_prints_the_text_then_a_table(model_folder, tmp_path):
+    record_file = tmp_path / "record.json"
+    prompt_file = tmp_path / "prompt.txt"
+    prompt_file.write_text(words(60))
+    done = run(*small(model_folder), "--prompt-file", prompt_file, "--output", record_file)
+    assert done.returncode == 0, done.stderr.decode()
+    record = json.loads(record_file.read_text())
+    assert done.stdout.decode().split() == record["text"].split()
+    table = done.stderr.decode()
+    for words_ in ("prompt tokens", "60", "kept in all / full", "80 / 240", "10.2 kB / 30.7 kB"):
+        assert words_ in table
+    for words_ in ("kept, first layer", "kept, last layer", "3.0x", "time to first token"):
+        assert words_ in table
+    assert "Traceback" not in table
+
+
+def test_compare_shows_both_and_where_the_texts_part(model_folder, tmp_path):
+    record_file = tmp_path / "records.json"
+    done = run(*small(model_folder), "--prompt", words(60), "--compare", "--output", record_file)
+    assert done.returncode == 0, done.stderr.decode()
+    compressed, full = json.loads(record_file.read_text())["runs"]
+    assert compressed["kv_bytes_full"] == full["kv_bytes_full"] == full["kv_bytes"]
+    assert (compressed["compression"]["method"], full["compression"]["method"]) == (
+        "pyramidkv",
+        "full",
+    )
+    table = done.stderr.decode()
+    assert "pyramidkv 20" in table
+    assert "The texts part after" in table or "Both texts are the same" in table
+
+
+def test_a_dry_run_prints_the_schedule_and_loads_no_weights(
+    model_folder, tmp_path, capsys, monkeypatch
+):
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).write_bytes((model_folder / name).read_bytes())
+    done = Outcome(
+        *(capsys, monkeypatch, *small(tmp_path), "--prompt", words(60), "--dry-run"),
+    )
+    assert done.exit_code == 0
+    assert "layer   0        30" in done.stdout
+    assert "in all: 80 tokens, exactly 4 x 20" in done.stdout
+    official = Outcome(
+        *(capsys, monkeypatch, "generate", "--model", tmp_path, "--budget", 27, "--dry-run"),
+        *("--method", "pyramidkv-official", "--prompt", words(60)),
+    )
+    assert "against the 108 that a budget of 27 allows" in official.stdout
+
+
+def test_the_prompt_can_come_from_standard_input(model_folder):
+    piped = run(*small(model_folder), "-", stdin=words(60).encode())
+    given = run(*small(model_folder), "--prompt", words(60))
+    as_file = run(*small(model_folder), "--prompt-file", "-", stdin=words(60).encode())
+    assert piped.returncode == 0
+    assert piped.stdout == given.stdout == as_file.stdout
+
+
+def test_ratio_schedule_and_allocation_options_reach_the_method(model_folder, capsys, monkeypatch):
+    def given(*arguments):
+        fixed = ["generate", "--model", model_folder, "--prompt", words(200), "--dry-run"]
+        return Outcome(capsys, monkeypatch, *fixed, *arguments).stdout
+
+    assert "exactly 4 x 100" in given("--compression-ratio", 0.5)
+    assert "in all: 290 tokens" in given("--layer-budgets", "100,80,60,50")
+    assert "exactly 4 x 60" in given("--budget", 60, "--allocation", "power", "--gamma", 2)
+    assert given("--budget", 60, "--beta", 50) != given("--budget", 60, "--beta", 2)
+    assert "in all: 800 tokens" in given("--method", "full")
+
+
+MISTAKES = {
+    "budget below sinks and window": (["--budget", 35], "smallest possible budget is 36"),
+    "both budget and ratio": (["--budget", 64, "--compression-ratio", 0.5], "both given"),
+    "neither budget nor ratio": ([], "neither given"),
+    "ratio of one": (["--compression-ratio", 1], "at least 0 and below 1"),
+    "negative ratio": (["--compression-ratio", -0.5], "at least 0 and below 1"),
+    "unknown method": (["--method", "pyramid", "--budget", 64], "the methods are: full, "),
+    "an option of another method": (
+        ["--method", "streamingllm", "--budget", 64, "--kernel-size", 3],
+        "no option 'kernel_size'",
+    ),
+    "even kernel": (["--budget", 64, "--kernel-size", 4], "odd number"),
+    "layer budgets that are no numbers": (["--layer-budgets", "a,b"], "whole numbers"),
+    "layer budgets for another model": (["--layer-budgets", "50,50"], "2 entries"),
+    "output into a missing folder": (
+        ["--budget", 64, "--output", "/nowhere/at/all.json"],
+        "no folder '/nowhere/at'",
+    ),
+    "output that is a folder": (["--budget", 64, "--output", "/"], "is a folder"),
+    "unknown dtype": (["--budget", 64, "--dtype", "int3"], "choose one of auto"),
+    "unknown device": (["--budget", 64, "--device", "abacus"], "cannot use the device 'abacus'"),
+    "unknown attention": (["--budget", 64, "--attn-implementation", "magic"], "magic"),
+    "flex attention": (
+        ["--budget", 64, "--attn-implementation", "flex_attention"],
+        "'flex_attention' is not supported",
+    ),
+    "device and device map": (
+        ["--budget", 64, "--device", "cpu", "--device-map", "auto"],
+        "either a device or a device map",
+    ),
+    "nothing to generate": (["--budget", 64, "--max-new-tokens", 0], "at least 1"),
+    "negative temperature": (["--budget", 64, "--temperature", -1], "0 or a positive"),
+    "chat without template": (["--budget", 64, "--chat"], "no chat template"),
+    "ratio too large for the prompt": (["--compression-ratio", 0.9], "leaves 10 of 100"),
+}
+
+
+def assert_one_sentence(result, message: str) -> None:
+    text = result.stderr if isinstance(result.stderr, str) else result.stderr.decode()
+    code = getattr(result, "returncode", None)
+    assert (result.exit_code if code is None else code) == 2, text
+    lines = text.strip().splitlines()
+    assert len(lines) == 1, text
+    assert lines[0].startswith("pyramidkv: ")
+    assert message in lines[0]
+
+
+class Outcome:
+    """A run of `main` inside this process: quick, for the many mistakes."""
+
+    def __init__(self, capsys, monkeypatch, *arguments):
+        monkeypatch.setattr(sys, "argv", ["pyramidkv", *map(str, arguments)])
+        with pytest.raises(SystemExit) as caught:
+            cli.main()
+        self.exit_code = caught.value.code
+        self.stdout, self.stderr = capsys.readouterr()
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_ends_in_one_sentence_and_exit_code_two(
+    mistake, model_folder, capsys, monkeypatch
+):
+    arguments, message = MISTAKES[mistake]
+    outcome = Outcome(
+        *(capsys, monkeypatch, "generate", "--model", model_folder),
+        *("--prompt", words(100), *arguments),
+    )
+    assert_one_sentence(outcome, message)
+    assert outcome.stdout == ""
+
+
+@pytest.mark.parametrize("prompt", ["", "   ", "\n\t\n"])
+def test_an_empty_prompt_is_refused(prompt, model_folder, capsys, monkeypatch):
+    arguments = ["generate", "--model", model_folder, "--budget", 64, "--prompt", prompt]
+    assert_one_sentence(Outcome(capsys, monkeypatch, *arguments), "prompt is empty")
+
+
+def test_a_prompt_longer_than_the_context_is_refused(model_folder, capsys, monkeypatch):
+    arguments = ["generate", "--model", model_folder, "--budget", 64, "--prompt", words(1000)]
+    assert_one_sentence(Outcome(capsys, monkeypatch, *arguments), "context is 1,024 tokens")
+
+
+def test_prompts_that_cannot_be_read_are_refused(model_folder, tmp_path, capsys, monkeypatch):
+    def given(*arguments):
+        return Outcome(
+            capsys, monkeypatch, "generate", "--model", model_folder, "--budget", 64, *arguments
+        )
+
+    latin = tmp_path / "latin.txt"
+    latin.write_bytes("Café".encode("latin-1"))
+    assert_one_sentence(given("--prompt-file", latin), "is not UTF-8 text (byte 3)")
+    assert_one_sentence(given("--prompt-file", tmp_path / "none.txt"), "No such file")
+    assert_one_sentence(given("--prompt-file", tmp_path), "Is a directory")
+    assert_one_sentence(given(), "give the prompt once")
+    assert_one_sentence(given("--prompt", "a", "--prompt-file", latin), "2 given")
+    assert_one_sentence(given("some text"), "unexpected argument 'some text'")
+    binary = run(*small(model_folder), "-", stdin=b"\xff\xfe")
+    assert_one_sentence(binary, "standard input is not UTF-8")
+
+
+def test_models_that_cannot_be_used_are_refused(model_folder, tmp_path, capsys, monkeypatch):
+    def given(model):
+        arguments = ["generate", "--model", model, "--budget", 64, "--prompt", words(100)]
+        return Outcome(capsys, monkeypatch, *arguments)
+
+    assert_one_sentence(given("./nowhere"), "no model at './nowhere'")
+    assert_one_sentence(given("nowhere.gguf"), "no model at 'nowhere.gguf'")
+    assert_one_sentence(given("nobody/no-such-model"), "cannot load the configuration")
+    assert_one_sentence(given(tmp_path), "has no config.json")
+    GPT2Config().save_pretrained(tmp_path)
+    assert_one_sentence(given(tmp_path), "'gpt2' is not supported; supported are: ")
+    (tmp_path / "config.json").write_text("{")
+    assert_one_sentence(given(tmp_path), "cannot load the configuration")
+    no_weights = tmp_path / "no-weights"
+    tiny_model("llama").config.save_pretrained(no_weights)
+    tiny_tokenizer(False).save_pretrained(no_weights)
+    assert_one_sentence(given(no_weights), "cannot load the weights")
+    broken = no_weights / "model.safetensors"
+    broken.write_bytes(b"not a safetensors file")
+    assert_one_sentence(given(no_weights), "cannot load the weights")
+
+
+def test_an_unsupported_architecture_is_refused_before_tokenizer_and_weights(
+    tmp_path, capsys, monkeypatch
+):
+    GPT2Config().save_pretrained(tmp_path)  # no tokenizer and no weights in the folder
+    arguments = ["generate", "--model", tmp_path, "--budget", 64, "--prompt", "text"]
+    assert_one_sentence(Outcome(capsys, monkeypatch, *arguments), "'gpt2' is not supported")
+
+
+def test_an_interruption_ends_without_a_traceback(capsys, monkeypatch):
+    def interrupt(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "app", interrupt)
+    outcome = Outcome(capsys, monkeypatch, "methods")
+    assert outcome.exit_code == 130
+    assert outcome.stderr.strip() == "pyramidkv: interrupted"
+
+
+def test_methods_lists_each_with_what_it_does():
+    result = CliRunner().invoke(cli.app, ["methods"])
+    assert result.exit_code == 0
+    for name in ("full", "streamingllm", "h2o", "snapkv", "pyramidkv", "pyramidkv-official"):
+        assert f"\n{name}\n" in f"\n{result.stdout}"
+    assert "pyramid budgets, exact; 4 sinks; window 32; max-pool 31" in result.stdout
+    assert "not exact" in result.stdout
+
+
+def test_version():
+    result = CliRunner().invoke(cli.app, ["--version"])
+    assert result.stdout.startswith("pyramidkv 0.")
