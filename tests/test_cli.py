@@ -9,6 +9,7 @@ import sys
 
 import pytest
 from conftest import tiny_tokenizer, words
+from safetensors.torch import load_file, save_file
 from tiny import tiny_model
 from transformers import GPT2Config
 from typer.testing import CliRunner
@@ -224,6 +225,10 @@ def test_models_that_cannot_be_used_are_refused(model_folder, tmp_path, capsys, 
     broken = no_weights / "model.safetensors"
     broken.write_bytes(b"not a safetensors file")
     assert_one_sentence(given(no_weights), "cannot load the weights")
+    weights = load_file(model_folder / "model.safetensors")
+    del weights["model.layers.2.mlp.up_proj.weight"]
+    save_file(weights, broken, metadata={"format": "pt"})
+    assert_one_sentence(given(no_weights), "1 are missing, such as model.layers.2.mlp.up_proj")
 
 
 def test_an_unsupported_architecture_is_refused_before_tokenizer_and_weights(

@@ -102,7 +102,16 @@ def load_model(
         options |= _dequantise()
         if dtype == "auto":
             options["dtype"] = torch.float32
-    model: PreTrainedModel = _load(name, "weights", AutoModelForCausalLM.from_pretrained, **options)
+    options["output_loading_info"] = True
+    loaded: Any = _load(name, "weights", AutoModelForCausalLM.from_pretrained, **options)
+    model: PreTrainedModel = loaded[0]
+    info: dict[str, Any] = loaded[1]
+    missing = sorted(info["missing_keys"])
+    if missing:  # transformers would go on with random numbers in their place
+        raise LoadError(
+            f"the weights of {name!r} are incomplete: {len(missing)} are missing, such as "
+            f"{missing[0]}"
+        )
     if device_map is None:
         target = device or ("cuda" if torch.cuda.is_available() else "cpu")
         try:
@@ -128,7 +137,7 @@ def _load(name: str, what: str, load: Callable[..., _T], **options: Any) -> _T:
         path, options["gguf_file"] = str(Path(name).parent), Path(name).name
     try:
         return load(path, **options)
-    except (OSError, ValueError, ImportError, KeyError, RuntimeError) as error:
+    except Exception as error:  # what readers raise on files that are not theirs has no end
         raise LoadError(f"cannot load the {what} of {name!r}: {_first_line(error)}") from error
 
 
