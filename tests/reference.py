@@ -24,6 +24,7 @@ class Reference:
     model: PreTrainedModel
     compression: Compression
     kept: dict[int, Tensor] = field(default_factory=dict)  # layer -> bool [batch, kv_heads, N]
+    positions: Tensor | None = None  # of the prompt, -1 for padding
 
     def decode(self, ids: Tensor, mask: Tensor, steps: list[Tensor]) -> list[Tensor]:
         """Return the last logits of the prompt and of every step; steps are `[batch, n]` ids."""
@@ -36,6 +37,7 @@ class Reference:
         try:
             cache = DynamicCache(config=self.model.config)
             logits = []
+            self.positions = torch.where(mask > 0, mask.cumsum(-1) - 1, -1)
             for new in [ids, *steps]:
                 seen = cache.get_seq_length()
                 if seen:
@@ -58,6 +60,8 @@ class Reference:
         batch, heads, count, _ = query.shape
         kv_heads, stored = key.shape[1:3]
         group = heads // kv_heads
+        if self.compression.method.renumber and module.layer_idx in self.kept:
+            key = self._renumbered(key, self.kept[module.layer_idx])
         grouped = query.view(batch, kv_heads, group, count, -1)
         logits = torch.einsum("bhgqd,bhkd->bhgqk", grouped, key) * scaling
         softcap = kwargs.get("softcap")
@@ -76,6 +80,31 @@ class Reference:
             self.kept[layer] = self._choose(weights, value, valid, full.index(layer), len(full))
         output = torch.einsum("bhgqk,bhkd->bqhgd", weights, value)
         return output.reshape(batch, count, heads, -1), None
+
+    def _renumbered(self, key: Tensor, kept: Tensor) -> Tensor:
+        """Turn the kept prompt keys back to position 0 and on to their new positions."""
+        key = key.clone()
+        tokens = kept.shape[-1]
+        for row in range(key.shape[0]):
+            length = int((self.positions[row] >= 0).sum())
+            for head in range(key.shape[1]):
+                columns = kept[row, head].nonzero()[:, 0]
+                old = columns - (tokens - length)
+                new = torch.arange(length - len(columns), length)
+                raw = self._rotate(key[row, head, columns], old, -1)
+                key[row, head, columns] = self._rotate(raw, new, 1)
+        return key
+
+    def _rotate(self, states: Tensor, positions: Tensor, sign: int) -> Tensor:
+        rotary = self.model.get_decoder().rotary_emb
+        kinds = ["full_attention"] if isinstance(rotary.rope_type, dict) else []
+        cos, sin = (t[0] for t in rotary(states[None], positions[None], *kinds))
+        size = cos.pow(2) + sin.pow(2)  # YaRN scales both; turning back must not scale twice
+        cos, sin = cos / size.sqrt(), sign * sin / size.sqrt()
+        turned, rest = states[:, : cos.shape[-1]], states[:, cos.shape[-1] :]
+        first, second = turned.chunk(2, dim=-1)
+        turned = turned * cos + torch.cat([-second, first], dim=-1) * sin
+        return torch.cat([turned, rest], dim=-1)
 
     def _choose(self, weights, values, valid, index, layers) -> Tensor:
         batch, kv_heads, _, tokens = weights.shape[0], weights.shape[1], 0, weights.shape[-1]
@@ -104,7 +133,7 @@ def choose(
     if name == "full" or budget >= length:
         return list(range(length))
     reduce = {"mean": lambda t: t.mean(0), "max": lambda t: t.amax(0)}
-    if name == "streamingllm":
+    if name.startswith("streamingllm"):
         scores = [float(i) for i in range(length)]
     else:
         if name == "h2o":

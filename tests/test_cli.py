@@ -131,6 +131,10 @@ MISTAKES = {
         ["--budget", 64, "--attn-implementation", "flex_attention"],
         "'flex_attention' is not supported",
     ),
+    "flash attention that is not installed": (
+        ["--budget", 64, "--attn-implementation", "flash_attention_2"],
+        "cannot load the weights",
+    ),
     "device and device map": (
         ["--budget", 64, "--device", "cpu", "--device-map", "auto"],
         "either a device or a device map",
@@ -153,7 +157,7 @@ def assert_one_sentence(result, message: str) -> None:
 
 
 class Outcome:
-    """A run of `main` inside this process: quick, for the many mistakes."""
+    """A run of `main` inside this process: quicker than a process of its own."""
 
     def __init__(self, capsys, monkeypatch, *arguments):
         monkeypatch.setattr(sys, "argv", ["pyramidkv", *map(str, arguments)])
@@ -174,6 +178,13 @@ def test_a_mistake_ends_in_one_sentence_and_exit_code_two(
     )
     assert_one_sentence(outcome, message)
     assert outcome.stdout == ""
+
+
+def test_a_device_map_places_the_model(model_folder, capsys, monkeypatch):
+    arguments = [*small(model_folder), "--prompt", words(60)]
+    mapped = Outcome(capsys, monkeypatch, *arguments, "--device-map", "cpu")
+    assert mapped.exit_code == 0
+    assert mapped.stdout == Outcome(capsys, monkeypatch, *arguments).stdout
 
 
 @pytest.mark.parametrize("prompt", ["", "   ", "\n\t\n"])

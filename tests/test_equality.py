@@ -50,6 +50,8 @@ def assert_same(model, compression: Compression, lengths, step_sizes=(1,) * STEP
 
 
 def small(name: str, budget: int = 20, **options) -> Compression:
+    if name == "full":
+        return make_compression("full")
     sizes = {"kernel_size": 5} if name in ("pyramidkv", "snapkv") else {}
     if name in ("pyramidkv", "snapkv", "h2o"):
         sizes["window_size"] = 6
@@ -69,7 +71,9 @@ def test_logits_equal_a_masked_dense_reference(architecture, attention, lengths)
 @pytest.mark.parametrize(
     ("method", "options"),
     [
+        ("full", {}),
         ("streamingllm", {}),
+        ("streamingllm-renumbered", {}),
         ("h2o", {}),
         ("h2o", {"group_reduce": "max", "kernel_size": 3}),
         ("snapkv", {}),

@@ -22,6 +22,7 @@ def test_every_method_of_the_field_is_there():
     assert list(METHODS) == [
         "full",
         "streamingllm",
+        "streamingllm-renumbered",
         "h2o",
         "snapkv",
         "pyramidkv",

@@ -8,12 +8,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import Cache, DynamicCache, PreTrainedConfig, PreTrainedModel
+from transformers import Cache, DynamicCache, PreTrainedModel
 
 from . import attention
 from .errors import CacheStateError
 from .layer import CompressedLayer, PromptPlan
 from .methods import Compression, Method, make_compression
+from .rotary import key_frequencies
 from .support import full_attention_layers
 
 
@@ -50,31 +51,33 @@ class CompressedCache(Cache):
         **options: Any,
     ):
         compression = make_compression(method, budget, compression_ratio, **options)
-        self._build(model.config, compression, on_layer)
+        self._build(model, compression, on_layer)
         attention.acquire(model)
         weakref.finalize(self, attention.release, model)
 
     @classmethod
     def for_switched_model(
         cls,
-        config: PreTrainedConfig,
+        model: PreTrainedModel,
         compression: Compression,
         on_layer: Callable[[int, int], None] | None = None,
     ) -> CompressedCache:
         """Return a cache for a model that someone else keeps switched to our attention."""
         cache = cls.__new__(cls)
-        cache._build(config, compression, on_layer)
+        cache._build(model, compression, on_layer)
         return cache
 
     def _build(
         self,
-        config: PreTrainedConfig,
+        model: PreTrainedModel,
         compression: Compression,
         on_layer: Callable[[int, int], None] | None,
     ) -> None:
-        full = full_attention_layers(config)
+        full = full_attention_layers(model.config)
         self._plan = PromptPlan(compression, len(full), on_layer)
-        layers: list[Any] = list(DynamicCache(config=config).layers)
+        if compression.method.renumber:
+            self._plan.frequencies = key_frequencies(model)
+        layers: list[Any] = list(DynamicCache(config=model.config).layers)
         for index, layer_index in enumerate(full):
             layers[layer_index] = CompressedLayer(index, self._plan)
         super().__init__(layers=layers)

@@ -13,6 +13,7 @@ from . import attention
 from .cache import CompressedCache
 from .errors import CacheStateError
 from .methods import Compression, Method, make_compression
+from .rotary import key_frequencies
 from .support import full_attention_layers
 
 _CACHE_NAMES = ("cache", "past_key_values")  # the newer name first
@@ -56,6 +57,8 @@ def compress(
     """
     compression = make_compression(method, budget, compression_ratio, **options)
     full_attention_layers(model.config)
+    if compression.method.renumber:
+        key_frequencies(model)  # refuses what cannot be renumbered
     decoder = model.get_decoder()
     name = cache_parameter(decoder)
     place = list(inspect.signature(decoder.forward).parameters).index(name)
@@ -82,7 +85,7 @@ def compress(
         if isinstance(given, CompressedCache):
             return given
         if given is None or (type(given) is DynamicCache and given.get_seq_length() == 0):
-            return CompressedCache.for_switched_model(model.config, compression, on_layer)
+            return CompressedCache.for_switched_model(model, compression, on_layer)
         raise CacheStateError(
             f"a {type(given).__name__} that holds {given.get_seq_length()} tokens was given inside "
             "a `compress` block; give an empty DynamicCache, a CompressedCache or no cache"

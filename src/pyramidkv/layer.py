@@ -20,6 +20,7 @@ from .attention import LAYER_TAG
 from .errors import CacheStateError, PromptError
 from .memory import FreedMemory
 from .methods import Compression
+from .rotary import move_keys
 from .scores import Score
 from .selection import Pooling, select
 
@@ -40,8 +41,10 @@ class PromptPlan:
     schedules: list[list[int]] = field(default_factory=list)  # per row
     prompt_ended: bool = False
     seen_mask: weakref.ref[Tensor] | None = None
-    new_valid: Tensor | None = None
+    all_valid: bool = True
+    seen_valid: Tensor | None = None
     freed: FreedMemory = field(default_factory=FreedMemory)
+    frequencies: Tensor | None = None  # of the rotary embedding; None: positions stay
 
     def __post_init__(self) -> None:
         method = self.compression.method
@@ -52,7 +55,7 @@ class PromptPlan:
     def reset(self) -> None:
         self.lengths, self.schedules = [], []
         self.prompt_ended = False
-        self.seen_mask = self.new_valid = None
+        self.seen_mask = self.seen_valid = None
 
     def prepare(self, batch: int, tokens: int, valid: Tensor | None) -> None:
         """Make each row's schedule from its own prompt length; once per prompt."""
@@ -76,14 +79,19 @@ class PromptPlan:
         self.schedules = [known[length] for length in lengths]
         self.lengths = lengths
 
-    def validity(self, mask: Tensor, read: Callable[[Tensor | None], Tensor | None]) -> Tensor:
-        """Read a forward pass's mask once; every layer of the pass gets the same mask."""
+    def padding(
+        self, mask: Tensor, count: int, read: Callable[[Tensor | None], Tensor | None]
+    ) -> Tensor | None:
+        """Return which of a pass's `count` tokens are real, or None if all are.
+
+        Every layer of a forward pass gets the same mask, so it is read once.
+        """
         if self.seen_mask is None or self.seen_mask() is not mask:
             valid = read(mask)
             assert valid is not None
-            self.seen_mask, self.new_valid = weakref.ref(mask), valid
-        assert self.new_valid is not None
-        return self.new_valid
+            self.seen_mask, self.seen_valid = weakref.ref(mask), valid[:, -count:]
+            self.all_valid = bool(self.seen_valid.all())
+        return None if self.all_valid else self.seen_valid
 
 
 class CompressedLayer(CacheLayerMixin):
@@ -239,15 +247,23 @@ class CompressedLayer(CacheLayerMixin):
             storage[1][:, :, :rows] = values
         else:
             positions = torch.zeros((batch, kv_heads, rows), dtype=torch.int32, device=keys.device)
-            scores = self._score(queries, keys, values, valid, scale, softcap)
+            evicts = any(k < n for k, n in zip(kept, plan.lengths, strict=True))
+            scores = self._score(queries, keys, values, valid, scale, softcap) if evicts else None
             for row in [slice(None)] if valid is None else [slice(b, b + 1) for b in range(batch)]:
                 first = row.start or 0
                 padding = tokens - plan.lengths[first]
-                indices = padding + self._select(scores, row, padding, kept[first])
+                if scores is None:
+                    every = torch.arange(padding, tokens, device=keys.device)
+                    indices = every.expand(*keys[row].shape[:2], -1)
+                else:
+                    indices = padding + self._select(scores[row, :, padding:], kept[first])
                 columns = slice(rows - kept[first], rows)
-                for source, target in zip((keys, values), storage, strict=True):
-                    index = indices[..., None].expand(-1, -1, -1, source.shape[3])
-                    target[row, :, columns] = source[row].gather(2, index)
+                kept_keys, kept_values = _take(keys[row], indices), _take(values[row], indices)
+                if plan.frequencies is not None:
+                    last = torch.arange(tokens - kept[first], tokens, device=keys.device)
+                    kept_keys = move_keys(kept_keys, last - indices, plan.frequencies)
+                storage[0][row, :, columns] = kept_keys
+                storage[1][row, :, columns] = kept_values
                 positions[row, :, columns] = indices.int()
             self._positions = positions
         if min(kept) < rows:
@@ -270,25 +286,17 @@ class CompressedLayer(CacheLayerMixin):
         valid: Tensor | None,
         scale: float,
         softcap: float | None,
-    ) -> Tensor | None:
+    ) -> Tensor:
         score = self._plan.score
-        if score is None:
-            return None
+        assert score is not None
         count = score.query_count(keys.shape[2])
         voters = queries[:, :, queries.shape[2] - count :]
         return score(voters, keys, values, valid, scale, softcap)
 
-    def _select(self, scores: Tensor | None, row: slice, padding: int, budget: int) -> Tensor:
+    def _select(self, scores: Tensor, budget: int) -> Tensor:
         options = self._plan.compression.method.options
-        assert scores is not None
         assert self._plan.pooling is not None
-        return select(
-            scores[row, :, padding:],
-            budget,
-            options.sink_tokens,
-            options.window_size,
-            self._plan.pooling,
-        )
+        return select(scores, budget, options.sink_tokens, options.window_size, self._plan.pooling)
 
     def finish_step(
         self,
@@ -308,9 +316,9 @@ class CompressedLayer(CacheLayerMixin):
         """
         self._awaiting = False
         if mask is not None:
-            new_valid = self._plan.validity(mask, read)[:, -count:]
-            if not bool(new_valid.all()):
-                self._require_occupied()[:, self._rows - count : self._rows] = new_valid
+            real = self._plan.padding(mask, count, read)
+            if real is not None:
+                self._require_occupied()[:, self._rows - count : self._rows] = real
         return None if self._occupied is None else self._occupied[:, : self._rows]
 
     # Storage
@@ -406,3 +414,8 @@ class CompressedLayer(CacheLayerMixin):
 
     def _prompt_tokens(self) -> int:
         return self._tokens_seen - (self._rows - self._prompt_rows)
+
+
+def _take(states: Tensor, indices: Tensor) -> Tensor:
+    """Gather `[batch, kv_heads, tokens, head_dim]` at indices `[batch, kv_heads, kept]`."""
+    return states.gather(2, indices[..., None].expand(-1, -1, -1, states.shape[3]))

@@ -61,7 +61,7 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     Raises:
         LoadError: nothing can be loaded under this name.
     """
-    if name.endswith(".gguf"):
+    if name.endswith(".gguf") and find_spec("gguf") is not None:
         tokenizer = tokenizer_from_gguf(Path(name))
         if tokenizer is not None:
             return tokenizer
@@ -134,6 +134,10 @@ def _dequantise() -> dict[str, Any]:
 def _load(name: str, what: str, load: Callable[..., _T], **options: Any) -> _T:
     path = name
     if name.endswith(".gguf"):
+        if find_spec("gguf") is None:
+            raise LoadError(
+                f"reading {name!r} needs the package gguf; pip install 'pyramidkv[gguf]'"
+            )
         path, options["gguf_file"] = str(Path(name).parent), Path(name).name
     try:
         return load(path, **options)

@@ -159,6 +159,7 @@ class Method:
         make_score: builds the score from the options; None keeps every token.
         options: the method's settings.
         settable: names of the options that mean something for this method.
+        renumber: number the kept tokens anew, without gaps, up to the next position.
     """
 
     name: str
@@ -167,6 +168,7 @@ class Method:
     make_score: Callable[[Options], Score] | None
     options: Options = field(default_factory=Options)
     settable: frozenset[str] = _WINDOW_OPTIONS
+    renumber: bool = False
 
     @property
     def evicts(self) -> bool:
@@ -311,6 +313,15 @@ METHODS: dict[str, Method] = {
             _recency,
             Options(window_size=0, kernel_size=1),
             _SHARED_OPTIONS | _ALLOCATION_OPTIONS,
+        ),
+        Method(
+            "streamingllm-renumbered",
+            "as streamingllm, with the kept tokens numbered anew, as the paper does",
+            "arXiv 2309.17453, section 3.2",
+            _recency,
+            Options(window_size=0, kernel_size=1),
+            _SHARED_OPTIONS | _ALLOCATION_OPTIONS,
+            renumber=True,
         ),
         Method(
             "h2o",
