@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import weakref
 
@@ -11,6 +12,7 @@ from test_equality import engine_logits
 from tiny import positions_of, prompt_ids, tiny_model
 
 import pyramidkv
+from pyramidkv.budgets import BudgetError
 from pyramidkv.errors import CacheStateError, PromptError
 from pyramidkv.layer import GROWTH_ROWS, CompressedLayer
 from pyramidkv.methods import make_compression
@@ -299,9 +301,107 @@ def test_a_model_switched_to_other_attention_meanwhile_is_noticed():
     model = tiny_model("llama", "sdpa")
     cache = small_cache(model)
     model.set_attn_implementation("eager")
-    prefill(model, cache, 60)
-    with pytest.raises(CacheStateError, match="did not go through pyramidkv"):
+    with pytest.raises(CacheStateError, match="attention implementation was changed"):
+        prefill(model, cache, 60)
+
+
+class Interruption(Exception):
+    pass
+
+
+@pytest.mark.parametrize("place", [0, 2])
+@pytest.mark.parametrize("part", ["self_attn.o_proj", "mlp"])
+@pytest.mark.parametrize("during", ["prompt", "step"])
+def test_an_interrupted_pass_is_noticed_until_the_cache_is_reset(during, part, place):
+    """Layers would be out of step: some have the tokens of the pass, others not."""
+    model = tiny_model("llama", "sdpa")
+    cache = small_cache(model)
+    if during == "step":
+        prefill(model, cache, 60)
+
+    def interrupt(*args):
+        raise Interruption
+
+    module = model.model.layers[place].get_submodule(part)
+    hook = module.register_forward_pre_hook(interrupt)
+    with pytest.raises(Interruption):
+        step(model, cache, 5) if during == "step" else prefill(model, cache, 60)
+    hook.remove()
+    with pytest.raises(CacheStateError, match="was interrupted"):
         step(model, cache, 5)
+    cache.reset()
+    prefill(model, cache, 60)
+    assert cache.tokens_seen == 60
+
+
+def test_a_prompt_fed_token_by_token_is_a_prompt_of_one_token():
+    model = tiny_model("llama", "sdpa")
+    cache = small_cache(model)
+    for token in range(5, 60):
+        step(model, cache, token)
+    assert cache.prompt_lengths == [1]
+    assert cache.kept_lengths() == [[55]] * LAYERS
+
+
+def test_a_copy_is_independent_and_keeps_the_model_switched():
+    model = tiny_model("llama", "sdpa")
+    cache = small_cache(model)
+    prefill(model, cache, 60)
+    first, second = copy.deepcopy(cache), copy.deepcopy(cache)
+    expected = step(model, cache, 7)
+    kept = first.kept_lengths()
+    del cache
+    assert torch.equal(step(model, first, 7), expected)
+    step(model, first, 8)
+    assert second.kept_lengths() == kept
+    assert torch.equal(step(model, second, 7), expected)
+    del first, second
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_a_prompt_processed_in_inference_mode_can_be_continued_outside_of_it():
+    model = tiny_model("llama", "sdpa")
+    ids, mask = prompt_ids(60, 25)
+    cache, expected = small_cache(model), small_cache(model)
+    for each, mode in ((cache, torch.inference_mode()), (expected, torch.no_grad())):
+        with mode:
+            model(
+                input_ids=ids,
+                attention_mask=mask,
+                position_ids=positions_of(mask),
+                past_key_values=each,
+            )
+    for token in range(5, 8 + GROWTH_ROWS):
+        assert torch.equal(step(model, cache, token, rows=2), step(model, expected, token, rows=2))
+    cache.reorder_cache(torch.tensor([1, 0]))
+    step(model, cache, 5, rows=2)
+
+
+def test_reset_empties_sliding_window_layers_too():
+    model = tiny_model("gemma3_text", "sdpa")
+    cache = small_cache(model)
+    logits = prefill(model, cache, 60, 25)
+    step(model, cache, 5, rows=2)
+    cache.reset()
+    assert torch.equal(prefill(model, cache, 60, 25), logits)
+
+
+def test_crop_is_refused_where_a_sliding_window_has_dropped_tokens():
+    model = tiny_model("gemma3_text", "sdpa")
+    cache = small_cache(model)
+    prefill(model, cache, 60)
+    step(model, cache, 5)
+    with pytest.raises(CacheStateError, match="sliding-window layer has already dropped"):
+        cache.crop(-1)
+    assert cache.tokens_seen == 61
+
+
+def test_budgets_that_do_not_fit_the_model_are_refused_before_any_work():
+    model = tiny_model("llama", "sdpa")
+    for budgets, message in (([50, 50], "2 entries"), ([5] * 4, "smallest possible")):
+        with pytest.raises(BudgetError, match=message):
+            pyramidkv.CompressedCache(model, "snapkv", layer_budgets=budgets)
+    assert model.config._attn_implementation == "sdpa"
 
 
 def test_padding_on_the_right_or_in_the_middle_is_refused():

@@ -84,9 +84,10 @@ def test_the_two_modes_differ_only_in_the_sinks_keys():
 @pytest.mark.parametrize("kind", [*ROPES, "dynamic", "longrope"])
 def test_compressed_generation_equals_the_reference_for_every_rope(kind):
     """Past the original context too, where dynamic and longrope change their frequencies."""
-    model = rope_model(kind) if kind in ROPES else changing_rope_model(kind)
+    make = rope_model if kind in ROPES else changing_rope_model
     compression = make_compression("pyramidkv", 20, window_size=6, kernel_size=5)
-    assert_same(model, compression, (60, 25))
+    # a dynamic embedding remembers the longest text it has seen, so each run has its own model
+    assert_same(make(kind), compression, (60, 25), reference_model=make(kind))
 
 
 def changing_rope_model(kind: str):

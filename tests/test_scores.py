@@ -151,7 +151,11 @@ print(peak.bytes() - before)
 
 @pytest.mark.parametrize(
     ("score", "tokens", "queries"),
-    [("WindowAttention(32)", 32_768, 32), ("AccumulatedAttention()", 4096, 4096)],
+    [
+        ("WindowAttention(32)", 32_768, 32),
+        ("WindowAttention(32, value_norm=True)", 32_768, 32),
+        ("AccumulatedAttention()", 4096, 4096),
+    ],
 )
 def test_scoring_stays_under_64_mib_beyond_its_inputs(score, tokens, queries):
     """8 KV heads at 32k tokens; a full matrix would be 4 GiB per head."""

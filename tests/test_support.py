@@ -45,6 +45,13 @@ def test_models_with_only_sliding_windows_are_refused():
         full_attention_layers(MistralConfig(sliding_window=4096))
 
 
+def test_phi3_with_an_extended_context_is_refused():
+    """transformers drops its cache when the text grows past the original context."""
+    model = tiny_model("phi3", "sdpa", original_max_position_embeddings=32)
+    with pytest.raises(UnsupportedModelError, match="context is extended from 32 tokens to 1,024"):
+        pyramidkv.CompressedCache(model, "snapkv", 64)
+
+
 def test_layers_of_other_kinds_and_bidirectional_attention_are_refused():
     mixed = Gemma3TextConfig(num_hidden_layers=2, layer_types=["full_attention"] * 2)
     mixed.layer_types = ["full_attention", "linear_attention"]

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 AttentionFunction = Callable[..., tuple[Tensor, Tensor | None]]
 
 LAYER_TAG = "_pyramidkv_layer"
-_PREFIX = "pyramidkv_"
+PREFIX = "pyramidkv_"
 
 
 class AttentionError(PyramidKVError, RuntimeError):
@@ -37,7 +37,7 @@ class AttentionError(PyramidKVError, RuntimeError):
 
 def _wrapped_name(base: str) -> str:
     # transformers treats any name that contains "flash" as flash attention itself.
-    return _PREFIX + base.replace("flash_attention_", "fa")
+    return PREFIX + base.replace("flash_attention_", "fa")
 
 
 def _is_flash(base: str) -> bool:

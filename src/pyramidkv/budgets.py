@@ -246,10 +246,10 @@ class OfficialPyramid:
     than `2 * (budget - window)` silently get a uniform schedule.
     """
 
-    beta: int = 20
+    beta: float = 20
 
     def __post_init__(self) -> None:
-        if self.beta < 1 or int(self.beta) != self.beta:
+        if not (self.beta >= 1 and float(self.beta).is_integer()):
             raise ValueError(f"beta is {self.beta}; the official code takes whole numbers from 1")
 
     def schedule(

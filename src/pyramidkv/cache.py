@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import Cache, DynamicCache, PreTrainedModel
+from transformers import Cache, DynamicCache, PreTrainedConfig, PreTrainedModel
+from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from . import attention
 from .errors import CacheStateError
@@ -40,6 +42,10 @@ class CompressedCache(Cache):
         UnsupportedModelError, MethodError, BudgetError, AttentionError: before any work.
     """
 
+    _plan: PromptPlan
+    _config: PreTrainedConfig
+    _held: weakref.ref[PreTrainedModel] | None  # the model, if this cache keeps it switched
+
     def __init__(
         self,
         model: PreTrainedModel,
@@ -52,8 +58,7 @@ class CompressedCache(Cache):
     ):
         compression = make_compression(method, budget, compression_ratio, **options)
         self._build(model, compression, on_layer)
-        attention.acquire(model)
-        weakref.finalize(self, attention.release, model)
+        self._hold(model)
 
     @classmethod
     def for_switched_model(
@@ -67,6 +72,41 @@ class CompressedCache(Cache):
         cache._build(model, compression, on_layer)
         return cache
 
+    @classmethod
+    def convert(
+        cls,
+        cache: DynamicCache,
+        model: PreTrainedModel,
+        compression: Compression,
+        on_layer: Callable[[int, int], None] | None = None,
+    ) -> CompressedCache:
+        """Turn an empty `DynamicCache` itself into a compressed cache.
+
+        Whoever made it may go on using it without looking at what the model returns.
+        """
+        cache.__class__ = cls  # type: ignore[assignment]
+        converted: CompressedCache = cache  # type: ignore[assignment]
+        converted._build(model, compression, on_layer)
+        return converted
+
+    def _hold(self, model: PreTrainedModel) -> None:
+        """Keep the model switched to our attention as long as this cache exists."""
+        attention.acquire(model)
+        weakref.finalize(self, attention.release, model)
+        self._held = weakref.ref(model)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> CompressedCache:
+        """Return an independent copy, such as for several questions on one prompt."""
+        result = type(self).__new__(type(self))
+        memo[id(self)] = result
+        for name, value in vars(self).items():
+            shared = name in ("_config", "_held")
+            setattr(result, name, value if shared else copy.deepcopy(value, memo))
+        model = self._held() if self._held is not None else None
+        if model is not None:
+            result._hold(model)
+        return result
+
     def _build(
         self,
         model: PreTrainedModel,
@@ -74,6 +114,9 @@ class CompressedCache(Cache):
         on_layer: Callable[[int, int], None] | None,
     ) -> None:
         full = full_attention_layers(model.config)
+        compression.check(len(full))
+        self._config = model.config
+        self._held = None
         self._plan = PromptPlan(compression, len(full), on_layer)
         if compression.method.renumber:
             self._plan.frequencies = key_frequencies(model)
@@ -81,6 +124,18 @@ class CompressedCache(Cache):
         for index, layer_index in enumerate(full):
             layers[layer_index] = CompressedLayer(index, self._plan)
         super().__init__(layers=layers)
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Take a layer's new states; called by the model."""
+        if not self._config._attn_implementation.startswith(attention.PREFIX):
+            raise CacheStateError(
+                "this compressed cache is used outside of the `compress` block it was made in, or "
+                "the model's attention implementation was changed meanwhile; stay inside the "
+                "block, or make the cache with pyramidkv.CompressedCache(model, ...)"
+            )
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     @property
     def compression(self) -> Compression:
@@ -132,13 +187,26 @@ class CompressedCache(Cache):
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last `-tokens_to_remove` tokens, if they came after the prompt."""
-        for layer in self.compressed_layers:
-            layer.check_crop(tokens_to_remove)
+        for layer in self.layers:
+            if isinstance(layer, CompressedLayer):
+                layer.check_crop(tokens_to_remove)
+            elif isinstance(layer, DynamicSlidingWindowLayer) and (
+                layer.get_seq_length() >= layer.sliding_window and not layer.record_past
+            ):
+                raise CacheStateError(
+                    "cannot remove tokens: a sliding-window layer has already dropped those that "
+                    "would come back into its window"
+                )
         super().crop(tokens_to_remove)
 
     def reset(self) -> None:
         """Empty the cache, ready for another prompt."""
-        super().reset()  # type: ignore[no-untyped-call]
+        fresh = DynamicCache(config=self._config).layers
+        for index, layer in enumerate(self.layers):
+            if isinstance(layer, CompressedLayer):
+                layer.reset()
+            else:  # older releases only zero a sliding layer
+                self.layers[index] = fresh[index]
         self._plan.reset()
 
     def batch_repeat_interleave(self, repeats: int) -> None:

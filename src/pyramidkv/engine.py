@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from weakref import WeakSet
 
 from transformers import Cache, DynamicCache, PreTrainedModel
 
@@ -16,6 +17,7 @@ from .methods import Compression, Method, make_compression
 from .rotary import key_frequencies
 from .support import full_attention_layers
 
+_compressing: WeakSet[PreTrainedModel] = WeakSet()  # models inside a `compress` block
 _CACHE_NAMES = ("cache", "past_key_values")  # the newer name first
 
 
@@ -38,8 +40,8 @@ def compress(
     """Compress the cache of everything `model` generates inside the block.
 
     Each `generate()` call, and each forward pass that starts without a cache or with an empty
-    one, gets a fresh `CompressedCache`. On leaving the block, by an exception too, the model is
-    exactly as it was.
+    one, gets a fresh `CompressedCache` (an empty `DynamicCache` becomes one). On leaving the
+    block, by an exception too, the model is exactly as it was.
 
     Args:
         model: a supported decoder-only model (see `support.SUPPORTED_MODEL_TYPES`).
@@ -56,7 +58,12 @@ def compress(
         ...     out = model.generate(**inputs, max_new_tokens=200)
     """
     compression = make_compression(method, budget, compression_ratio, **options)
-    full_attention_layers(model.config)
+    compression.check(len(full_attention_layers(model.config)))
+    if model in _compressing:
+        raise CacheStateError(
+            "this model is inside a `compress` block already; leave that one first, or give "
+            "generate a CompressedCache of its own"
+        )
     if compression.method.renumber:
         key_frequencies(model)  # refuses what cannot be renumbered
     decoder = model.get_decoder()
@@ -84,14 +91,18 @@ def compress(
     def _compressed(given: Cache | None) -> CompressedCache:
         if isinstance(given, CompressedCache):
             return given
-        if given is None or (type(given) is DynamicCache and given.get_seq_length() == 0):
+        if given is None:
             return CompressedCache.for_switched_model(model, compression, on_layer)
+        if type(given) is DynamicCache and given.get_seq_length() == 0 and not given.offloading:
+            return CompressedCache.convert(given, model, compression, on_layer)
         raise CacheStateError(
             f"a {type(given).__name__} that holds {given.get_seq_length()} tokens was given inside "
-            "a `compress` block; give an empty DynamicCache, a CompressedCache or no cache"
+            "a `compress` block; give an empty DynamicCache (without offloading), a "
+            "CompressedCache or no cache"
         )
 
     attention.acquire(model)
+    _compressing.add(model)
     try:
         hook = decoder.register_forward_pre_hook(give_cache, with_kwargs=True)
         try:
@@ -99,4 +110,5 @@ def compress(
         finally:
             hook.remove()
     finally:
+        _compressing.discard(model)
         attention.release(model)

@@ -14,7 +14,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from .cache import CompressedCache
 from .engine import cache_parameter
-from .errors import PromptError
+from .errors import CacheStateError, PromptError
 from .measure import PeakMemory, machine, versions
 from .methods import Method
 
@@ -144,6 +144,7 @@ def generate(
         "compression": cache.compression.parameters(),
         "max_new_tokens": max_new_tokens,
         "temperature": temperature,
+        "generation_config": model.generation_config.to_diff_dict(),
         "prompt_tokens": ids.shape[1],
         "generated_tokens": len(new_ids),
         **stream.cache_after_prompt,
@@ -205,6 +206,10 @@ def measure_cache(cache: CompressedCache) -> dict[str, Any]:
     """Describe what a cache holds, read off its tensors; for one prompt."""
     kept = [lengths[0] for lengths in cache.kept_lengths()]
     schedule = cache.schedules[0]
+    if not cache.prompt_lengths:
+        raise CacheStateError(
+            "the model did not use the compressed cache it was given, so nothing was compressed"
+        )
     prompt = cache.prompt_lengths[0]
     kv_bytes_full = cache.kv_bytes
     for layer in cache.compressed_layers:

@@ -6,10 +6,11 @@ been compressed, and neither is ever derived from the other.
 
 from __future__ import annotations
 
+import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -40,6 +41,8 @@ class PromptPlan:
     lengths: list[int] = field(default_factory=list)  # prompt tokens of each row, without padding
     schedules: list[list[int]] = field(default_factory=list)  # per row
     prompt_ended: bool = False
+    layers_begun: int = 0  # of the present forward pass
+    layers_done: int = 0
     seen_mask: weakref.ref[Tensor] | None = None
     all_valid: bool = True
     seen_valid: Tensor | None = None
@@ -55,7 +58,23 @@ class PromptPlan:
     def reset(self) -> None:
         self.lengths, self.schedules = [], []
         self.prompt_ended = False
+        self.layers_begun = self.layers_done = 0
         self.seen_mask = self.seen_valid = None
+
+    def begin(self, layer: int) -> None:
+        """Note that a layer takes part in a forward pass; each does so in turn, or none.
+
+        Raises:
+            CacheStateError: a pass was interrupted, so that layers are out of step.
+        """
+        if layer == 0 and self.layers_begun == self.layers_done == self.layer_count:
+            self.layers_begun = self.layers_done = 0
+        if not self.layers_begun == self.layers_done == layer:
+            raise CacheStateError(
+                "the last forward pass on this compressed cache was interrupted, or its attention "
+                "did not go through pyramidkv; start again from an empty cache (cache.reset())"
+            )
+        self.layers_begun += 1
 
     def prepare(self, batch: int, tokens: int, valid: Tensor | None) -> None:
         """Make each row's schedule from its own prompt length; once per prompt."""
@@ -94,6 +113,23 @@ class PromptPlan:
         return None if self.all_valid else self.seen_valid
 
 
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
+
+def _for_later_passes(method: _Method) -> _Method:
+    """Make the tensors that a method stores usable in later passes, of whatever grad mode.
+
+    Tensors made under `torch.inference_mode` could not be written to outside of it.
+    """
+
+    @functools.wraps(method)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        with torch.inference_mode(False), torch.no_grad():
+            return method(*args, **kwargs)
+
+    return wrapper  # type: ignore[return-value]
+
+
 class CompressedLayer(CacheLayerMixin):
     """One full-attention layer's keys and values, of the kept tokens only.
 
@@ -119,7 +155,6 @@ class CompressedLayer(CacheLayerMixin):
         self._tokens_seen = 0
         self._occupied: Tensor | None = None  # bool [batch, capacity]; None: no slot is unused
         self._positions: Tensor | None = None  # int32 [batch, kv_heads, prompt rows]
-        self._awaiting = False
 
     # What transformers asks of a layer
 
@@ -130,13 +165,7 @@ class CompressedLayer(CacheLayerMixin):
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """Take new states and return those to attend to, `[batch, kv_heads, rows, head_dim]`."""
-        if self._awaiting:
-            raise CacheStateError(
-                "the last forward pass on this compressed cache was interrupted, or its attention "
-                "did not go through pyramidkv; use the cache inside `with pyramidkv.compress(...)` "
-                "or make it with pyramidkv.CompressedCache(model, ...), do not change the model's "
-                "attention implementation meanwhile, and start again from an empty cache"
-            )
+        self._plan.begin(self.index)
         count = key_states.shape[2]
         if self.in_prompt:
             self.is_initialized = True
@@ -155,7 +184,6 @@ class CompressedLayer(CacheLayerMixin):
                 )
             keys, values = self._append(key_states, value_states)
         self._tokens_seen += count
-        self._awaiting = True
         setattr(keys, LAYER_TAG, self)
         return keys, values
 
@@ -214,7 +242,7 @@ class CompressedLayer(CacheLayerMixin):
         """Whether the layer still waits for its prompt, or for the prompt's attention."""
         return self._storage is None
 
-    @torch.no_grad()
+    @_for_later_passes
     def finish_prompt(
         self,
         queries: Tensor,
@@ -240,7 +268,7 @@ class CompressedLayer(CacheLayerMixin):
         kept = [schedule[self.index] for schedule in plan.schedules]
         rows = max(kept)
         shape = (batch, kv_heads, rows + GROWTH_ROWS, head_dim)
-        storage = keys.new_empty(shape), values.new_empty((*shape[:3], values.shape[3]))
+        storage = _empty(shape, keys), _empty((*shape[:3], values.shape[3]), values)
 
         if min(kept) == tokens:
             storage[0][:, :, :rows] = keys
@@ -273,7 +301,7 @@ class CompressedLayer(CacheLayerMixin):
                 tensor.masked_fill_(~self._occupied[:, None, :, None], 0)
         self._storage = storage
         self._rows = self._prompt_rows = rows
-        self._awaiting = False
+        plan.layers_done += 1
         plan.freed.add(keys.device, keys.nbytes + values.nbytes)
         if plan.on_layer is not None:
             plan.on_layer(self.index + 1, plan.layer_count)
@@ -314,7 +342,7 @@ class CompressedLayer(CacheLayerMixin):
         Returns:
             bool `[batch, stored rows]`, or None when every row is real.
         """
-        self._awaiting = False
+        self._plan.layers_done += 1
         if mask is not None:
             real = self._plan.padding(mask, count, read)
             if real is not None:
@@ -337,11 +365,12 @@ class CompressedLayer(CacheLayerMixin):
             self._occupied[:, end - count : end] = True
         return keys[:, :, :end], values[:, :, :end]
 
+    @_for_later_passes
     def _grow(self, capacity: int) -> None:
         assert self._storage is not None
         grown = []
         for old in self._storage:
-            new = old.new_empty((*old.shape[:2], capacity, old.shape[3]))
+            new = _empty((*old.shape[:2], capacity, old.shape[3]), old)
             new[:, :, : self._rows] = old[:, :, : self._rows]
             grown.append(new)
         self._storage = grown[0], grown[1]
@@ -349,6 +378,7 @@ class CompressedLayer(CacheLayerMixin):
             room = capacity - self._occupied.shape[1]
             self._occupied = functional.pad(self._occupied, (0, room), value=True)
 
+    @_for_later_passes
     def _require_occupied(self) -> Tensor:
         if self._occupied is None:
             assert self._storage is not None
@@ -357,6 +387,7 @@ class CompressedLayer(CacheLayerMixin):
             self._occupied = torch.ones(size, dtype=torch.bool, device=keys.device)
         return self._occupied
 
+    @_for_later_passes
     def _take_rows(self, take: Callable[[Tensor], Tensor]) -> None:
         if self._storage is None:
             return
@@ -414,6 +445,10 @@ class CompressedLayer(CacheLayerMixin):
 
     def _prompt_tokens(self) -> int:
         return self._tokens_seen - (self._rows - self._prompt_rows)
+
+
+def _empty(shape: Sequence[int], like: Tensor) -> Tensor:
+    return torch.empty(tuple(shape), dtype=like.dtype, device=like.device)
 
 
 def _take(states: Tensor, indices: Tensor) -> Tensor:

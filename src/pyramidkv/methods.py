@@ -107,7 +107,7 @@ class Options:
             case "power":
                 return Power(self.gamma, self.c_max, self.c_min)
             case "official":
-                return OfficialPyramid(int(self.beta))
+                return OfficialPyramid(self.beta)
             case "list":
                 assert self.layer_budgets is not None
                 return Explicit(self.layer_budgets)
@@ -279,6 +279,17 @@ class Compression:
             # Only a prompt shorter than sinks + window can bring the budget below them here.
             budget = max(budget, self.method.options.protected)
         return self.method.schedule(layers, budget, prompt_length)
+
+    def check(self, layers: int) -> None:
+        """Refuse what cannot work with this many layers, before any prompt is there.
+
+        Raises:
+            BudgetError: such as a list of budgets for another number of layers.
+        """
+        if self.method.options.layer_budgets is not None:
+            self.schedule(layers, max(self.method.options.layer_budgets))
+        elif self.budget is not None:
+            self.schedule(layers, self.budget)
 
     def parameters(self) -> dict[str, Any]:
         """Return everything that was chosen, as plain values for a record."""

@@ -84,7 +84,9 @@ class WindowAttention:
             queries, keys, valid, scale, softcap, self.window_reduce, self.group_reduce
         )
         if self.value_norm:
-            result *= torch.linalg.vector_norm(values, dim=-1, dtype=torch.float32)
+            for row, weighted in zip(values, result, strict=True):
+                for head, scores in zip(row, weighted, strict=True):  # one float32 copy at a time
+                    scores *= torch.linalg.vector_norm(head, dim=-1, dtype=torch.float32)
         return _mask_padding(result, valid)
 
 

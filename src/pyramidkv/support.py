@@ -48,6 +48,13 @@ def full_attention_layers(config: PreTrainedConfig) -> list[int]:
             f"this {model_type} model attends in both directions; only causal decoders can be "
             "compressed"
         )
+    original = getattr(config, "original_max_position_embeddings", None)
+    if model_type == "phi3" and original is not None and original < config.max_position_embeddings:
+        raise UnsupportedModelError(
+            f"this phi3 model's context is extended from {original:,} tokens to "
+            f"{config.max_position_embeddings:,}, and transformers drops the cache in between; "
+            "phi3 models are supported if their context is not extended"
+        )
     count = config.num_hidden_layers
     kinds = getattr(config, "layer_types", None)
     if kinds is None:

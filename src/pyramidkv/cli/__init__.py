@@ -47,9 +47,6 @@ def main() -> None:
     except PyramidKVError as error:
         typer.echo(f"pyramidkv: {error}", err=True)
         sys.exit(2)
-    except KeyboardInterrupt:
-        typer.echo("\npyramidkv: interrupted", err=True)
-        sys.exit(130)
     except BrokenPipeError:
         sys.stderr.close()  # the reader of our output has gone; there is no one to tell
         sys.exit(1)

@@ -108,6 +108,7 @@ def generate(
         compression_ratio,
         **{name: value for name, value in options.items() if value is not None},
     )
+    inputs.check_seed(seed)
     text = inputs.read_prompt(prompt, prompt_file, source)
     inputs.check_output(output)
 

@@ -66,6 +66,16 @@ def check_output(path: Path | None) -> None:
         raise InputError(f"cannot write {str(path)!r}: its folder is read-only")
 
 
+def check_seed(seed: int) -> None:
+    """Refuse a seed that the random generators cannot take.
+
+    Raises:
+        InputError: it is negative or above 2^32 - 1.
+    """
+    if not 0 <= seed < 2**32:
+        raise InputError(f"--seed is {seed}; it must be at least 0 and below 2^32")
+
+
 def layer_budgets(text: str | None) -> tuple[int, ...] | None:
     """Read a list of layer budgets such as `400,200,100`.
 

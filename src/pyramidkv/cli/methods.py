@@ -18,7 +18,9 @@ def methods() -> None:
         typer.echo(f"  options: {_options(method)}")
         typer.echo(f"  source: {method.source}")
     typer.echo(
-        "\nscore options: --group-reduce, --window-reduce, --value-norm, --pooling, --kernel-size"
+        "\nAll of them support left-padded batches, sampling, beam search and further turns. None"
+        "\nevicts while decoding or gives heads of one layer different budgets."
+        "\n\nscore options: --group-reduce, --window-reduce, --value-norm, --pooling, --kernel-size"
         "\nbudget options: --allocation, --beta, --gamma, --c-max, --c-min, --layer-budgets"
     )
 
