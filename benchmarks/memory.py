@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -68,15 +69,26 @@ def run_arm(arm: str, arguments: Any) -> dict[str, int]:
 def main() -> None:
     parser = common.parser(__doc__)
     parser.add_argument("--arm", choices=("full", "compressed"), help="run one arm only")
+    parser.add_argument(
+        "--return-blocks",
+        action="store_true",
+        help="have the C library return every freed block at once, in both arms: what remains is "
+        "what is held, without what the library keeps for itself",
+    )
     arguments = parser.parse_args()
     if arguments.arm:
         print(json.dumps(run_arm(arguments.arm, arguments)))
         return
+    environment = dict(os.environ)
+    if arguments.return_blocks:
+        environment["MALLOC_MMAP_THRESHOLD_"] = "65536"
     runs: dict[str, list[dict[str, int]]] = {"full": [], "compressed": []}
     for _ in range(arguments.repeats):
         for arm, results in runs.items():
             command = [sys.executable, __file__, *sys.argv[1:], "--arm", arm]
-            finished = subprocess.run(command, check=True, capture_output=True, text=True)
+            finished = subprocess.run(
+                command, check=True, capture_output=True, text=True, env=environment
+            )
             results.append(json.loads(finished.stdout.splitlines()[-1]))
 
     def middle(arm: str, name: str) -> int:

@@ -283,6 +283,9 @@ def test_a_prompt_in_several_pieces_is_refused_not_compressed_piece_by_piece():
     prefill(model, cache, 60)
     with pytest.raises(CacheStateError, match="end_prompt"):
         step(model, cache, 5, 6, 7)
+    cache.end_prompt()  # which is what the message proposes
+    step(model, cache, 5, 6, 7)
+    assert cache.tokens_seen == 63
 
 
 def test_after_end_prompt_more_tokens_are_added_and_kept():

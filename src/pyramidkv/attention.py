@@ -133,7 +133,10 @@ def _valid_keys(attention_mask: Tensor | None) -> Tensor | None:
     if attention_mask is None:
         return None
     last = attention_mask if attention_mask.ndim == 2 else attention_mask[:, 0, -1, :]
-    return last if last.dtype == torch.bool else last == 0 if last.is_floating_point() else last > 0
+    if last.dtype == torch.bool:
+        return last
+    additive = last.is_floating_point()
+    return last == 0 if additive else last > 0
 
 
 def _step_mask(base: str, visible: Tensor | None, key: Tensor, count: int) -> Tensor | None:

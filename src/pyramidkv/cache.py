@@ -14,8 +14,9 @@ from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from . import attention
 from .errors import CacheStateError
-from .layer import CompressedLayer, PromptPlan
+from .layer import CompressedLayer
 from .methods import Compression, Method, make_compression
+from .plan import PromptPlan
 from .rotary import key_frequencies
 from .support import full_attention_layers
 
