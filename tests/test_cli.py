@@ -123,7 +123,14 @@ MISTAKES = {
         ["--budget", 64, "--output", "/nowhere/at/all.json"],
         "no folder '/nowhere/at'",
     ),
-    "output that is a folder": (["--budget", 64, "--output", "/"], "is a folder"),
+    "output that is a folder": (["--budget", 64, "--output", "/"], "no plain file"),
+    "output that is a device": (["--budget", 64, "--output", "/dev/null"], "no plain file"),
+    "output to standard output": (["--budget", 64, "--output", "-"], "no plain file"),
+    "output with a name too long": (["--budget", 64, "--output", "x" * 300], "too long"),
+    "output where no file can be made": (["--budget", 64, "--output", "/proc/x.json"], "cannot"),
+    "a dry run with output": (["--budget", 64, "--dry-run", "--output", "a.json"], "neither"),
+    "options of another allocation": (["--budget", 64, "--gamma", 2], "means nothing"),
+    "a device without weights": (["--budget", 64, "--device", "meta"], "holds no weights"),
     "unknown dtype": (["--budget", 64, "--dtype", "int3"], "choose one of auto"),
     "unknown device": (["--budget", 64, "--device", "abacus"], "cannot use the device 'abacus'"),
     "unknown attention": (["--budget", 64, "--attn-implementation", "magic"], "magic"),
@@ -250,6 +257,22 @@ def test_models_that_cannot_be_used_are_refused(model_folder, tmp_path, capsys, 
     del weights["model.layers.2.mlp.up_proj.weight"]
     save_file(weights, broken, metadata={"format": "pt"})
     assert_one_sentence(given(no_weights), "1 are missing, such as model.layers.2.mlp.up_proj")
+
+
+def test_the_output_follows_links_and_never_replaces_the_prompt(
+    model_folder, tmp_path, capsys, monkeypatch
+):
+    prompt, target, link = tmp_path / "prompt.txt", tmp_path / "real.json", tmp_path / "link.json"
+    prompt.write_text(words(60))
+    link.symlink_to(target)
+    arguments = [*small(model_folder), "--prompt-file", prompt, "--output"]
+    assert_one_sentence(Outcome(capsys, monkeypatch, *arguments, prompt), "is the prompt's file")
+    assert prompt.read_text() == words(60)
+    assert Outcome(capsys, monkeypatch, *arguments, link).exit_code == 0
+    assert link.is_symlink()
+    record = json.loads(target.read_text())
+    assert (record["seed"], record["chat"], len(record["token_ids"])) == (0, False, 6)
+    assert record["model_given"] == str(model_folder)
 
 
 def test_an_unsupported_architecture_is_refused_before_tokenizer_and_weights(

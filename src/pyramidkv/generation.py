@@ -75,6 +75,14 @@ def encode_prompt(
     return ids
 
 
+def check_settings(max_new_tokens: int, temperature: float) -> None:
+    """Raise `PromptError` if nothing is to be generated or the temperature is none."""
+    if max_new_tokens < 1:
+        raise PromptError(f"max_new_tokens is {max_new_tokens}; it must be at least 1")
+    if not 0 <= temperature < float("inf"):
+        raise PromptError(f"temperature is {temperature}; it must be 0 or a positive number")
+
+
 def context_length(config: PreTrainedConfig) -> int | None:
     """Return the most tokens a model takes, or None if its configuration does not say."""
     length = getattr(config, "max_position_embeddings", None)
@@ -110,10 +118,7 @@ def generate(
     Raises:
         PyramidKVError: the prompt, the method or the model does not fit.
     """
-    if max_new_tokens < 1:
-        raise PromptError(f"max_new_tokens is {max_new_tokens}; it must be at least 1")
-    if not 0 <= temperature < float("inf"):
-        raise PromptError(f"temperature is {temperature}; it must be 0 or a positive number")
+    check_settings(max_new_tokens, temperature)
     ids = encode_prompt(tokenizer, prompt, chat, context_length(model.config), max_new_tokens)
     ids = ids.to(model.device)
     own_implementation = model.config._attn_implementation
@@ -152,6 +157,8 @@ def generate(
         "peak_memory_bytes": peak_bytes,
         "peak_memory_kind": peak.kind,
         **stream.times(),
+        "chat": tokenizer.chat_template is not None if chat is None else chat,
+        "token_ids": new_ids,
         "text": text,
     }
     return Generation(text, new_ids, record)

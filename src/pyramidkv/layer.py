@@ -112,7 +112,7 @@ class CompressedLayer(CacheLayerMixin):
     def check_crop(self, tokens_to_remove: int) -> int:
         """Return how many tokens `crop` would remove, or raise."""
         if tokens_to_remove > 0:
-            raise ValueError(
+            raise CacheStateError(
                 f"crop takes the number of tokens to remove as a negative number, not "
                 f"{tokens_to_remove}"
             )

@@ -47,6 +47,8 @@ def load_config(name: str) -> PreTrainedConfig:
     Raises:
         LoadError: nothing can be loaded under this name.
     """
+    if not name:
+        raise LoadError("the model's name is empty; give a hub id, a folder or a GGUF file")
     if _is_path(name) and not Path(name).exists():
         raise LoadError(f"no model at {name!r}; give a hub id, a folder or a GGUF file")
     if Path(name).is_dir() and not (Path(name) / "config.json").is_file():
@@ -91,6 +93,14 @@ def load_model(
     """
     if dtype not in DTYPES:
         raise LoadError(f"dtype is {dtype!r}; choose one of {', '.join(DTYPES)}")
+    known = attn_implementation in (None, "eager", "sdpa")
+    if not known and not str(attn_implementation).startswith("flash_attention_"):
+        raise LoadError(
+            f"the attention implementation {attn_implementation!r} is not supported; choose sdpa, "
+            "eager or flash_attention_2"
+        )
+    if device == "meta":
+        raise LoadError("the device 'meta' holds no weights; choose such as cpu or cuda:0")
     if device is not None and device_map is not None:
         raise LoadError("give either a device or a device map; both given")
     options: dict[str, Any] = {"dtype": dtype if dtype == "auto" else getattr(torch, dtype)}

@@ -148,6 +148,14 @@ _WINDOW_OPTIONS = (
 )
 
 
+_OPTIONS_OF_ALLOCATIONS = {
+    "beta": ("pyramid", "official"),
+    "gamma": ("power",),
+    "c_max": ("power",),
+    "c_min": ("power",),
+}
+
+
 @dataclass(frozen=True)
 class Method:
     """A compression method.
@@ -191,8 +199,18 @@ class Method:
                 allowed = ", ".join(sorted(self.settable)) or "none"
                 raise MethodError(f"{self.name} has no option {name!r}; its options are: {allowed}")
         if changes.get("layer_budgets") is not None:
+            budgets = tuple(changes["layer_budgets"])
+            if not all(isinstance(budget, int) for budget in budgets):
+                raise MethodError(f"layer_budgets is {budgets}; it is a list of whole numbers")
             changes.setdefault("allocation", "list")
-            changes["layer_budgets"] = tuple(changes["layer_budgets"])
+            changes["layer_budgets"] = budgets
+        allocation = changes.get("allocation", self.options.allocation)
+        for name, allocations in _OPTIONS_OF_ALLOCATIONS.items():
+            if name in changes and allocation not in allocations:
+                raise MethodError(
+                    f"{name} means nothing to {allocation!r} budgets; it is an option of "
+                    f"{allocations[0]!r}"
+                )
         options = dataclasses.replace(self.options, **changes)
         if self.needs_window and options.window_size < 1:
             raise MethodError(
@@ -233,6 +251,10 @@ class Compression:
 
     def __post_init__(self) -> None:
         method = self.method
+        if self.budget is not None and type(self.budget) is not int:
+            raise MethodError(f"budget is {self.budget!r}; it is a whole number of tokens")
+        if not isinstance(self.compression_ratio, int | float | None):
+            raise MethodError(f"compression_ratio is {self.compression_ratio!r}; it is a number")
         if not method.evicts or method.options.allocation == "list":
             if self.budget is not None or self.compression_ratio is not None:
                 why = "keeps everything" if not method.evicts else "has a list of layer budgets"
@@ -406,6 +428,8 @@ def make_compression(
     """
     if isinstance(method, str):
         method = get_method(method, **options)
+    elif not isinstance(method, Method):
+        raise MethodError(f"method is {method!r}; give a method's name or a Method")
     elif options:
         method = method.with_options(**options)
     return Compression(method, budget, compression_ratio)

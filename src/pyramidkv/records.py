@@ -9,12 +9,13 @@ from typing import Any
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write a value as JSON, whole or not at all.
+    """Write a value as JSON, whole or not at all; a link's target is written, not the link.
 
     Raises:
         OSError: the folder does not exist or cannot be written.
     """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    path = path.resolve()
+    temporary = path.with_name(f".pyramidkv-{os.getpid()}.tmp")
     try:
         temporary.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", "utf-8")
         os.replace(temporary, path)

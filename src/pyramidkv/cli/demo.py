@@ -33,11 +33,12 @@ def demo(
     runs = [make_compression("full")]
     runs += [make_compression(name, budget) for name in ("pyramidkv", "streamingllm")]
     inputs.check_output(output)
+    if document_tokens < 1:
+        raise inputs.InputError(f"--document-tokens is {document_tokens}; it must be at least 1")
 
     quiet_transformers()
     from .. import loading
     from ..generation import encode_prompt
-    from ..records import write_json
 
     name = loading.demo_model()
     messages = display.console(stderr=True)
@@ -57,8 +58,7 @@ def demo(
         records.append(result.record)
     typer.echo("")
     display.console().print(display.results_table(records))
-    if output is not None:
-        write_json(output, {"runs": records})
+    inputs.write_output(output, {"runs": records})
 
 
 def planted_document(tokenizer: PreTrainedTokenizerBase, tokens: int) -> str:

@@ -110,18 +110,22 @@ def generate(
     )
     inputs.check_seed(seed)
     text = inputs.read_prompt(prompt, prompt_file, source)
-    inputs.check_output(output)
+    inputs.check_output(output, prompt_file)
+    if dry_run and (output is not None or compare):
+        raise inputs.InputError(
+            "--dry-run runs nothing, so it takes neither --output nor --compare"
+        )
 
     quiet_transformers()
     # From here on torch and transformers are needed.
     from .. import generation, loading
-    from ..records import write_json
     from ..support import full_attention_layers
 
     config = loading.load_config(model)
     layers = full_attention_layers(config)
     tokenizer = loading.load_tokenizer(model)
     limit = generation.context_length(config)
+    generation.check_settings(max_new_tokens, temperature)
     ids = generation.encode_prompt(tokenizer, text, chat, limit, max_new_tokens)
     schedule = compression.schedule(len(layers), ids.shape[1])
     if dry_run:
@@ -146,9 +150,8 @@ def generate(
     messages.print(display.results_table([result.record for result in runs]))
     if compare:
         messages.print(describe_parting(*runs))
-    if output is not None:
-        records = [result.record for result in runs]
-        write_json(output, records[0] if len(records) == 1 else {"runs": records})
+    records = [{**result.record, "seed": seed, "model_given": model} for result in runs]
+    inputs.write_output(output, records[0] if len(records) == 1 else {"runs": records})
 
 
 def run(

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import sys
+import tempfile
 from pathlib import Path
+from typing import Any
 
 from ..errors import PyramidKVError
+from ..records import write_json
 
 
 class InputError(PyramidKVError):
@@ -50,20 +52,40 @@ def _decode(data: bytes, name: str) -> str:
         ) from None
 
 
-def check_output(path: Path | None) -> None:
+def check_output(path: Path | None, prompt_file: Path | None = None) -> None:
     """Refuse an output file that could not be written, before any work.
 
     Raises:
-        InputError: it is a folder, or its folder is missing or read-only.
+        InputError: it is no plain file, is the prompt, or its folder is missing or read-only.
     """
     if path is None:
         return
-    folder = path.parent
-    if path.is_dir() or not folder.is_dir():
-        what = "is a folder" if path.is_dir() else f"has no folder {str(folder)!r} to go into"
-        raise InputError(f"cannot write {str(path)!r}: it {what}; name a file in a folder")
-    if not os.access(folder, os.W_OK):
-        raise InputError(f"cannot write {str(path)!r}: its folder is read-only")
+    folder = path.resolve().parent
+    try:
+        if str(path) == "-" or (path.exists() and not path.is_file()):
+            raise InputError(f"cannot write {str(path)!r}: it is no plain file; name one")
+        if not folder.is_dir():
+            raise InputError(f"cannot write {str(path)!r}: it has no folder {str(folder)!r}")
+        if prompt_file is not None and path.exists() and path.samefile(prompt_file):
+            raise InputError(f"--output {str(path)!r} is the prompt's file; name another")
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise InputError(f"cannot write {str(path)!r}: {error.strerror}") from None
+
+
+def write_output(path: Path | None, value: Any) -> None:
+    """Write a record if a file was asked for.
+
+    Raises:
+        InputError: the file cannot be written.
+    """
+    if path is None:
+        return
+    try:
+        write_json(path, value)
+    except OSError as error:
+        raise InputError(f"cannot write {str(path)!r}: {error.strerror}") from None
 
 
 def check_seed(seed: int) -> None:
