@@ -85,10 +85,14 @@ def test_a_dry_run_prints_the_schedule_and_loads_no_weights(
     assert "against the 108 that a budget of 27 allows" in official.stdout
 
 
-def test_the_prompt_can_come_from_standard_input(model_folder):
+def test_the_prompt_can_come_from_standard_input(model_folder, tmp_path):
     piped = run(*small(model_folder), "-", stdin=words(60).encode())
     given = run(*small(model_folder), "--prompt", words(60))
-    as_file = run(*small(model_folder), "--prompt-file", "-", stdin=words(60).encode())
+    record = tmp_path / "record.json"
+    record.write_text("{}")  # an earlier one is replaced
+    arguments = [*small(model_folder), "--prompt-file", "-", "--output", record]
+    as_file = run(*arguments, stdin=words(60).encode())
+    assert json.loads(record.read_text())["prompt_tokens"] == 60
     assert piped.returncode == 0
     assert piped.stdout == given.stdout == as_file.stdout
 

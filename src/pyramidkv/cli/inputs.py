@@ -66,7 +66,7 @@ def check_output(path: Path | None, prompt_file: Path | None = None) -> None:
             raise InputError(f"cannot write {str(path)!r}: it is no plain file; name one")
         if not folder.is_dir():
             raise InputError(f"cannot write {str(path)!r}: it has no folder {str(folder)!r}")
-        if prompt_file is not None and path.exists() and path.samefile(prompt_file):
+        if prompt_file is not None and path.resolve() == prompt_file.resolve():
             raise InputError(f"--output {str(path)!r} is the prompt's file; name another")
         with tempfile.TemporaryFile(dir=folder):
             pass
