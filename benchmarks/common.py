@@ -20,9 +20,10 @@ from typing import Any
 import torch
 
 from pyramidkv import loading, measure
+from pyramidkv.records import write_json
 
 
-def parser(description: str | None, **defaults: Any) -> argparse.ArgumentParser:
+def parser(description: str | None) -> argparse.ArgumentParser:
     """Return a parser with the options every benchmark has."""
     result = argparse.ArgumentParser(description=description)
     result.add_argument("--model", default=loading.demo_model(), help="hub id, folder or GGUF file")
@@ -33,7 +34,6 @@ def parser(description: str | None, **defaults: Any) -> argparse.ArgumentParser:
     result.add_argument("--threads", type=int, default=os.cpu_count())
     result.add_argument("--repeats", type=int, default=5)
     result.add_argument("--output", type=Path, help="write the figures as JSON")
-    result.set_defaults(**defaults)
     return result
 
 
@@ -68,4 +68,4 @@ def report(arguments: argparse.Namespace, figures: dict[str, Any]) -> None:
     }
     print(f"\n{json.dumps(circumstances)}")
     if arguments.output is not None:
-        arguments.output.write_text(json.dumps({**circumstances, **figures}, indent=2) + "\n")
+        write_json(arguments.output, {**circumstances, **figures})

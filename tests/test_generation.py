@@ -10,8 +10,8 @@ from conftest import tiny_tokenizer, words
 from tiny import tiny_model
 
 import pyramidkv
-from pyramidkv.errors import PromptError
-from pyramidkv.generation import common_prefix, encode_prompt
+from pyramidkv.errors import CacheStateError, PromptError
+from pyramidkv.generation import common_prefix, encode_prompt, measure_cache
 from pyramidkv.records import format_bytes, write_json
 
 SETTINGS = {"budget": 20, "window_size": 6, "kernel_size": 5, "max_new_tokens": 8}
@@ -122,6 +122,11 @@ def test_the_chat_template_is_used_if_there_is_one():
     assert plain.shape == (1, 5)
     assert encode_prompt(with_template, words(5)).shape == (1, 7)
     assert torch.equal(encode_prompt(with_template, words(5), chat=False), plain)
+
+
+def test_a_cache_that_the_model_did_not_use_is_noticed(model):
+    with pytest.raises(CacheStateError, match="did not use the compressed cache"):
+        measure_cache(pyramidkv.CompressedCache(model, "snapkv", 64))
 
 
 def test_common_prefix():

@@ -211,12 +211,12 @@ class _MeasuringStream(TextStreamer):
 
 def measure_cache(cache: CompressedCache) -> dict[str, Any]:
     """Describe what a cache holds, read off its tensors; for one prompt."""
-    kept = [lengths[0] for lengths in cache.kept_lengths()]
-    schedule = cache.schedules[0]
     if not cache.prompt_lengths:
         raise CacheStateError(
             "the model did not use the compressed cache it was given, so nothing was compressed"
         )
+    kept = [lengths[0] for lengths in cache.kept_lengths()]
+    schedule = cache.schedules[0]
     prompt = cache.prompt_lengths[0]
     kv_bytes_full = cache.kv_bytes
     for layer in cache.compressed_layers:
