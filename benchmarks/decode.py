@@ -55,13 +55,13 @@ def main() -> None:
         return compressed
 
     compressing: list[float] = []
-    finish = CompressedLayer.finish_prompt
+    finish = CompressedLayer.finish
 
     def timed_finish(layer: CompressedLayer, *args: Any, **kwargs: Any) -> None:
         seconds, _ = timed(lambda: finish(layer, *args, **kwargs))
         compressing[-1] += seconds
 
-    CompressedLayer.finish_prompt = timed_finish  # type: ignore[method-assign]
+    CompressedLayer.finish = timed_finish  # type: ignore[method-assign]
 
     arms: dict[str, Any] = {}
     prefill: dict[str, list[float]] = {"full": [], "compressed": []}

@@ -6,6 +6,7 @@ formula on the full softmax, pooling and choice by Python loops, attention by on
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -19,39 +20,84 @@ from pyramidkv.support import full_attention_layers
 
 @dataclass
 class Reference:
-    """Runs a model over a dense cache with the tokens that a method evicts masked out."""
+    """Runs a model over a dense cache with the tokens that a method evicts masked out.
+
+    Columns are those of the batch, padding included. `alive[layer]` says which are still there.
+    """
 
     model: PreTrainedModel
     compression: Compression
-    kept: dict[int, Tensor] = field(default_factory=dict)  # layer -> bool [batch, kv_heads, N]
-    positions: Tensor | None = None  # of the prompt, -1 for padding
+    alive: dict[int, Tensor] = field(default_factory=dict)  # layer -> bool [batch, kv_heads, N]
+    queries: dict[int, Tensor] = field(default_factory=dict)  # layer -> [batch, heads, N, head_dim]
+    sums: dict[int, Tensor] = field(default_factory=dict)  # layer -> [batch, kv_heads, group, N]
+    mask: Tensor | None = None  # of all columns so far, those of this pass included
+    prompt: Tensor | None = None  # real tokens of each row's prompt, the question left out
+    event: str = ""  # what happens after this pass: "piece", "last piece", "decoding" or nothing
+    question: int = 0
+    width: int = 0  # of the prompt's columns
 
-    def decode(self, ids: Tensor, mask: Tensor, steps: list[Tensor]) -> list[Tensor]:
-        """Return the last logits of the prompt and of every step; steps are `[batch, n]` ids."""
+    def decode(
+        self,
+        ids: Tensor,
+        mask: Tensor,
+        steps: list[Tensor],
+        pieces: Sequence[int] = (),
+        question: int = 0,
+    ) -> list[Tensor]:
+        """Return the last logits of the prompt's last piece and of every step.
+
+        Steps are `[batch, n]` ids, or pairs of ids and mask. The last `question` columns of the
+        prompt vote and are then forgotten.
+        """
         implementation = self.model.config._attn_implementation
         AttentionInterface.register("pyramidkv_test_reference", self._attention)
         AttentionMaskInterface.register(
             "pyramidkv_test_reference", ALL_MASK_ATTENTION_FUNCTIONS["eager"]
         )
         self.model.set_attn_implementation("pyramidkv_test_reference")
+        self.prompt, self.question, self.width = mask.sum(-1) - question, question, ids.shape[1]
+        sizes = list(pieces) or [ids.shape[1]]
+        prompt = list(zip(ids.split(sizes, 1), mask.split(sizes, 1), strict=True))
+        waiting = 0
         try:
             cache = DynamicCache(config=self.model.config)
             logits = []
-            self.positions = torch.where(mask > 0, mask.cumsum(-1) - 1, -1)
-            for new in [ids, *steps]:
-                seen = cache.get_seq_length()
-                if seen:
-                    mask = torch.cat([mask, torch.ones_like(new)], dim=1)
-                positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, -new.shape[1] :]
+            self.mask = mask[:, :0]
+            for index, step in enumerate([*prompt, *steps]):
+                new, new_mask = step if isinstance(step, tuple) else (step, torch.ones_like(step))
+                self.event = ""
+                if index < len(prompt):
+                    self.event = "last piece" if index == len(prompt) - 1 else "piece"
+                elif self.compression.decode_budget is not None:
+                    waiting += new.shape[1]
+                    if waiting >= self.compression.decode_interval:
+                        self.event, waiting = "decoding", 0
+                if self.event == "last piece" and question:
+                    for layer in cache.layers:
+                        if layer.is_sliding:
+                            layer.activate_past_recording()
+                self.mask = torch.cat([self.mask, new_mask], dim=1)
+                positions = (self.mask.cumsum(-1) - 1).clamp(min=0)[:, -new.shape[1] :]
                 with torch.no_grad():
                     out = self.model(
                         input_ids=new,
-                        attention_mask=mask,
+                        attention_mask=self.mask,
                         position_ids=positions,
                         past_key_values=cache,
                         use_cache=True,
                     )
-                logits.append(out.logits[:, -1])
+                if index >= len(prompt) - 1:
+                    logits.append(out.logits[:, -1])
+                if self.event == "last piece" and question:
+                    cache.crop(-question)
+                    for layer in cache.layers:
+                        layer.record_past = False
+                    self.mask = self.mask[:, :-question]
+                    for states in (self.alive, self.sums):
+                        for layer in states:
+                            states[layer] = states[layer][..., :-question]
+                    for layer in self.queries:
+                        self.queries[layer] = self.queries[layer][:, :, :-question]
             return logits
         finally:
             self.model.set_attn_implementation(implementation)
@@ -60,36 +106,85 @@ class Reference:
         batch, heads, count, _ = query.shape
         kv_heads, stored = key.shape[1:3]
         group = heads // kv_heads
-        if self.compression.method.renumber and module.layer_idx in self.kept:
-            key = self._renumbered(key, self.kept[module.layer_idx])
-        grouped = query.view(batch, kv_heads, group, count, -1)
-        logits = torch.einsum("bhgqd,bhkd->bhgqk", grouped, key) * scaling
+        layer, full = module.layer_idx, full_attention_layers(module.config)
         softcap = kwargs.get("softcap")
-        if softcap is not None:
-            logits = softcap * torch.tanh(logits / softcap)
-        logits = logits + attention_mask[:, :, None, :, :stored]
-        layer = module.layer_idx
-        full = full_attention_layers(module.config)
-        if layer in full and layer in self.kept:
-            kept = self.kept[layer]
-            kept = torch.nn.functional.pad(kept, (0, stored - kept.shape[-1]), value=True)
-            logits = logits.masked_fill(~kept[:, :, None, None], torch.finfo(logits.dtype).min)
-        weights = logits.softmax(-1)
-        if layer in full and layer not in self.kept:
-            valid = attention_mask[:, 0, -1, :stored] == 0
-            self.kept[layer] = self._choose(weights, value, valid, full.index(layer), len(full))
-        output = torch.einsum("bhgqk,bhkd->bqhgd", weights, value)
-        return output.reshape(batch, count, heads, -1), None
+        if layer not in full:
+            weights = _weights(query, key, attention_mask[:, :, :, :stored], scaling, softcap)
+            return _output(weights, value), None
+        real = self.mask.bool()[:, None].expand(-1, kv_heads, -1)
+        if layer in self.alive:
+            past = self.alive[layer]
+            alive = torch.cat([past, real[..., past.shape[-1] :]], dim=-1)
+            query_all = torch.cat([self.queries[layer], query], dim=2)
+            sums = torch.nn.functional.pad(self.sums[layer], (0, count))
+        else:
+            alive, query_all = real.clone(), query
+            sums = query.new_zeros((batch, kv_heads, group, stored))
+        if self.compression.method.renumber and layer in self.alive:
+            key = self._renumbered(key, self.alive[layer])
+        blocked = torch.finfo(query.dtype).min
+        hidden = torch.zeros_like(alive, dtype=query.dtype).masked_fill(~alive, blocked)
+        seen = (attention_mask[:, :, :, :stored] + hidden[:, :, None]).clamp(min=blocked)
+        weights = _weights(query, key, seen, scaling, softcap)
+        voting = self.mask[:, -count:].to(weights.dtype)
+        sums = sums + (weights * voting[:, None, None, :, None]).sum(-2)
+        self.alive[layer], self.queries[layer], self.sums[layer] = alive, query_all, sums
+        if self.event:
+            for row in range(batch):
+                for head in range(kv_heads):
+                    self._evict(layer, full, row, head, key, value, scaling, softcap)
+        return _output(weights, value), None
+
+    def _evict(self, layer, full, row, head, key, value, scaling, softcap) -> None:
+        alive = self.alive[layer][row, head]
+        columns = alive.nonzero()[:, 0]
+        real = self.mask[row].nonzero()[:, 0]
+        keepable = columns
+        if self.event == "last piece" and self.question:
+            keepable = columns[: len(columns) - self.question]
+        index, seen = full.index(layer), len(real)
+        if self.event == "decoding":
+            share = self.compression.decode_schedule(len(full), seen)[index]
+        else:
+            share = self.compression.schedule(len(full), int(self.prompt[row]))[index]
+        budget = min(share, len(keepable))
+        options = self.compression.method.options
+        group = self.queries[layer].shape[1] // key.shape[1]
+        if self.compression.method.name == "h2o":
+            votes = self.sums[layer][row, head][:, columns]
+        else:
+            voters = real[len(real) - min(options.window_size, len(real)) :]
+            heads = slice(head * group, (head + 1) * group)
+            logits = (
+                self.queries[layer][row, heads][:, voters] @ key[row, head, columns].T * scaling
+            )
+            if softcap is not None:
+                logits = softcap * torch.tanh(logits / softcap)
+            future = columns[None, :] > voters[:, None]
+            weights = logits.masked_fill(future, float("-inf")).softmax(-1)
+            if options.window_reduce == "max" and len(voters):
+                votes = weights.amax(1)
+            else:
+                votes = weights.mean(1)
+        positions = choose(
+            self.compression.method.name,
+            options,
+            votes[:, : len(keepable)],
+            value[row, head, keepable],
+            budget,
+        )
+        alive = torch.zeros_like(alive)
+        alive[keepable[positions]] = True
+        self.alive[layer][row, head] = alive
 
     def _renumbered(self, key: Tensor, kept: Tensor) -> Tensor:
         """Turn the kept prompt keys back to position 0 and on to their new positions."""
         key = key.clone()
-        tokens = kept.shape[-1]
         for row in range(key.shape[0]):
-            length = int((self.positions[row] >= 0).sum())
+            length = int(self.prompt[row])
             for head in range(key.shape[1]):
-                columns = kept[row, head].nonzero()[:, 0]
-                old = columns - (tokens - length)
+                columns = kept[row, head, : self.width].nonzero()[:, 0]
+                old = columns - (self.width - length)
                 new = torch.arange(length - len(columns), length)
                 raw = self._rotate(key[row, head, columns], old, -1)
                 key[row, head, columns] = self._rotate(raw, new, 1)
@@ -106,42 +201,32 @@ class Reference:
         turned = turned * cos + torch.cat([-second, first], dim=-1) * sin
         return torch.cat([turned, rest], dim=-1)
 
-    def _choose(self, weights, values, valid, index, layers) -> Tensor:
-        batch, kv_heads, _, tokens = weights.shape[0], weights.shape[1], 0, weights.shape[-1]
-        kept = torch.zeros((batch, kv_heads, tokens), dtype=torch.bool)
-        for row in range(batch):
-            length = int(valid[row].sum())
-            budget = self.compression.schedule(layers, length)[index]
-            for head in range(kv_heads):
-                attention = weights[row, head, :, -length:, -length:]
-                positions = choose(
-                    self.compression.method.name,
-                    self.compression.method.options,
-                    attention,
-                    values[row, head, -length:],
-                    budget,
-                )
-                kept[row, head, tokens - length + torch.tensor(positions)] = True
-        return kept
+
+def _weights(query, key, mask, scaling, softcap) -> Tensor:
+    """Attention weights `[batch, kv_heads, group, queries, keys]`; mask over heads or KV heads."""
+    batch, heads, count, _ = query.shape
+    kv_heads = key.shape[1]
+    grouped = query.view(batch, kv_heads, heads // kv_heads, count, -1)
+    logits = torch.einsum("bhgqd,bhkd->bhgqk", grouped, key) * scaling
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    return (logits + mask[:, :, None]).softmax(-1)
 
 
-def choose(
-    name: str, options: Options, attention: Tensor, values: Tensor, budget: int
-) -> list[int]:
-    """Choose the tokens one KV head keeps from its full attention `[group, N, N]`."""
-    length = attention.shape[-1]
+def _output(weights: Tensor, value: Tensor) -> Tensor:
+    output = torch.einsum("bhgqk,bhkd->bqhgd", weights, value)
+    return output.flatten(2, 3)
+
+
+def choose(name: str, options: Options, votes: Tensor, values: Tensor, budget: int) -> list[int]:
+    """Choose the tokens one KV head keeps, from the votes of its query heads `[group, N]`."""
+    length = votes.shape[-1]
     if name == "full" or budget >= length:
         return list(range(length))
-    reduce = {"mean": lambda t: t.mean(0), "max": lambda t: t.amax(0)}
     if name.startswith("streamingllm"):
         scores = [float(i) for i in range(length)]
     else:
-        if name == "h2o":
-            per_head = attention.sum(1)
-        else:
-            window = min(options.window_size, length)
-            per_head = torch.stack([reduce[options.window_reduce](a[-window:]) for a in attention])
-        combined = reduce[options.group_reduce](per_head)
+        combined = votes.amax(0) if options.group_reduce == "max" else votes.mean(0)
         if options.value_norm:
             combined = combined * values.norm(dim=-1)
         scores = combined.tolist()

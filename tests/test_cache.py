@@ -14,8 +14,9 @@ from tiny import positions_of, prompt_ids, tiny_model
 import pyramidkv
 from pyramidkv.budgets import BudgetError
 from pyramidkv.errors import CacheStateError, PromptError
-from pyramidkv.layer import GROWTH_ROWS, CompressedLayer
+from pyramidkv.layer import CompressedLayer
 from pyramidkv.methods import make_compression
+from pyramidkv.storage import GROWTH_ROWS
 
 SMALL = {"window_size": 6, "kernel_size": 5}
 KV_HEADS, HEAD_DIM, LAYERS = 2, 8, 4
@@ -74,14 +75,14 @@ def test_a_layers_full_keys_are_freed_before_the_next_layer_is_compressed(monkey
     model = tiny_model("llama", "sdpa")
     seen: list[weakref.ref[torch.Tensor]] = []
     alive: list[int] = []
-    finish = CompressedLayer.finish_prompt
+    finish = CompressedLayer.finish
 
-    def watch(self, queries, keys, values, **kwargs):
+    def watch(self, queries, keys, values, *rest):
         alive.append(sum(ref() is not None for ref in seen))
         seen.extend(weakref.ref(tensor) for tensor in (queries, keys, values))
-        return finish(self, queries, keys, values, **kwargs)
+        return finish(self, queries, keys, values, *rest)
 
-    monkeypatch.setattr(CompressedLayer, "finish_prompt", watch)
+    monkeypatch.setattr(CompressedLayer, "finish", watch)
     gc.disable()  # freed by reference count, not whenever the collector comes round
     try:
         prefill(model, small_cache(model), 100)
@@ -143,7 +144,7 @@ def test_next_position_is_tokens_seen_not_rows_stored():
     cache = small_cache(model)
     prefill(model, cache, 60)
     assert cache.get_seq_length() == 60
-    assert cache.get_mask_sizes(3, 0) == (63, 0)
+    assert cache.get_mask_sizes(3, 0) == (3, 60)  # a mask over the new tokens only
     with torch.no_grad():
         by_itself = model(torch.tensor([[5]]), past_key_values=cache).logits
         cache.crop(-1)
@@ -291,7 +292,7 @@ def test_a_prompt_in_several_pieces_is_refused_not_compressed_piece_by_piece():
 def test_after_end_prompt_more_tokens_are_added_and_kept():
     model = tiny_model("llama", "sdpa")
     cache = small_cache(model)
-    with pytest.raises(CacheStateError, match="empty"):
+    with pytest.raises(CacheStateError, match="not been processed"):
         cache.end_prompt()
     prefill(model, cache, 60)
     kept = [n[0] for n in cache.kept_lengths()]

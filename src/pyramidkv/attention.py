@@ -1,8 +1,8 @@
-"""Attention on transformers' public surface: the prompt on full keys, later tokens on kept ones.
+"""Attention on transformers' public surface: each pass on all its keys, then the layer evicts.
 
 A function registered with `AttentionInterface` wraps the model's own implementation (eager, sdpa,
 flash attention). `CompressedLayer.update` tags the keys it returns with itself; by that tag the
-function finds the layer to compress once the prompt's attention is computed. Keys without the tag
+function finds the layer to compress once the attention is computed. Keys without the tag
 (sliding-window layers, other caches, no cache) go to the wrapped implementation untouched, so a
 switched model behaves exactly as before for everything but our caches.
 """
@@ -71,20 +71,13 @@ def _make_attention(base: str) -> AttentionFunction:
         layer: CompressedLayer | None = getattr(key, LAYER_TAG, None)
         if layer is None:
             return run(module, query, key, value, attention_mask, **kwargs)
-        count = query.shape[2]
-        if layer.in_prompt:
-            output = run(module, query, key, value, attention_mask, **kwargs)
-            layer.finish_prompt(
-                query,
-                key,
-                value,
-                valid=_valid_keys(attention_mask),
-                scale=kwargs.get("scaling") or query.shape[-1] ** -0.5,
-                softcap=kwargs.get("softcap"),
-            )
-            return output
-        visible = layer.finish_step(count, attention_mask, _valid_keys)
-        return run(module, query, key, value, _step_mask(base, visible, key, count), **kwargs)
+        visible = layer.visible(key, attention_mask, _valid_tokens)
+        if not layer.at_start:
+            attention_mask = _step_mask(base, visible, key, query.shape[2])
+        output = run(module, query, key, value, attention_mask, **kwargs)
+        scale = kwargs.get("scaling") or query.shape[-1] ** -0.5
+        layer.finish(query, key, value, scale, kwargs.get("softcap"))
+        return output
 
     return attention
 
@@ -124,14 +117,12 @@ class _ConfigView:
         return getattr(self._config, name)
 
 
-def _valid_keys(attention_mask: Tensor | None) -> Tensor | None:
-    """Read from any implementation's mask which keys are real: bool `[batch, keys]`.
+def _valid_tokens(attention_mask: Tensor) -> Tensor:
+    """Read from any implementation's mask which tokens are real: bool `[batch, tokens]`.
 
     Flash attention takes the 2-D padding mask itself. The 4-D masks of eager (additive) and sdpa
-    (bool) show every real key in the row of the last query.
+    (bool) show every real token in the row of the last query.
     """
-    if attention_mask is None:
-        return None
     last = attention_mask if attention_mask.ndim == 2 else attention_mask[:, 0, -1, :]
     if last.dtype == torch.bool:
         return last

@@ -16,7 +16,7 @@ from . import attention
 from .errors import CacheStateError
 from .layer import CompressedLayer
 from .methods import Compression, Method, make_compression
-from .plan import PromptPlan
+from .plan import CachePlan
 from .rotary import key_frequencies
 from .support import full_attention_layers
 
@@ -25,8 +25,10 @@ class CompressedCache(Cache):
     """A cache whose full-attention layers keep only the tokens a method selects.
 
     Pass it to `generate(past_key_values=cache)` or to the model itself. The first forward pass is
-    the prompt; it is compressed layer by layer. Everything after it is kept, so a layer holds its
-    budget plus the tokens that came later. For inference only: no gradients flow through it.
+    the prompt; it is compressed layer by layer. A prompt may come in pieces if it was announced
+    with `expect_prompt`. Everything after it is kept, so a layer holds its budget plus the tokens
+    that came later; with a decode budget, they are evicted too. For inference only: no gradients
+    flow through it.
 
     While the cache exists, the model's attention implementation is one that wraps the model's own
     and does the same as before for everything but compressed caches.
@@ -36,14 +38,17 @@ class CompressedCache(Cache):
         method: a method's name or a `Method`.
         budget: tokens kept per layer and KV head, averaged over layers, sinks and window included.
         compression_ratio: fraction of the prompt to remove; instead of a budget.
-        on_layer: called with (layers done, layers) as the prompt passes through.
+        decode_budget: bound on the tokens kept, generated ones included; by default there is none.
+        decode_interval: tokens after which the cache is brought back to the decode budget (32).
+        on_layer: called with (layers done, layers) as the prompt passes through, summed over its
+            pieces.
         options: the method's options (see `methods.Options`).
 
     Raises:
         UnsupportedModelError, MethodError, BudgetError, AttentionError: before any work.
     """
 
-    _plan: PromptPlan
+    _plan: CachePlan
     _config: PreTrainedConfig
     _held: weakref.ref[PreTrainedModel] | None  # the model, if this cache keeps it switched
 
@@ -54,10 +59,19 @@ class CompressedCache(Cache):
         budget: int | None = None,
         compression_ratio: float | None = None,
         *,
+        decode_budget: int | None = None,
+        decode_interval: int | None = None,
         on_layer: Callable[[int, int], None] | None = None,
         **options: Any,
     ):
-        compression = make_compression(method, budget, compression_ratio, **options)
+        compression = make_compression(
+            method,
+            budget,
+            compression_ratio,
+            decode_budget=decode_budget,
+            decode_interval=decode_interval,
+            **options,
+        )
         self._build(model, compression, on_layer)
         self._hold(model)
 
@@ -118,7 +132,7 @@ class CompressedCache(Cache):
         compression.check(len(full))
         self._config = model.config
         self._held = None
-        self._plan = PromptPlan(compression, len(full), on_layer)
+        self._plan = CachePlan(compression, len(full), on_layer)
         if compression.method.renumber:
             self._plan.frequencies = key_frequencies(model)
         layers: list[Any] = list(DynamicCache(config=model.config).layers)
@@ -136,7 +150,34 @@ class CompressedCache(Cache):
                 "the model's attention implementation was changed meanwhile; stay inside the "
                 "block, or make the cache with pyramidkv.CompressedCache(model, ...)"
             )
+        layer: Any = self.layers[layer_idx]
+        if not isinstance(layer, CompressedLayer):
+            tokens, plan = key_states.shape[2], self._plan
+            if layer_idx == 0:
+                plan.check(tokens)  # before a layer of another kind takes them
+            if plan.question and layer.get_seq_length() + tokens == plan.announced:
+                layer.activate_past_recording()  # the question is to be taken back
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+    def expect_prompt(self, attention_mask: Tensor, question_tokens: int = 0) -> None:
+        """Announce the whole prompt before its first piece, so that it may come in several.
+
+        After each piece every layer is brought back to what it is to keep of the whole prompt. The
+        number kept in the end does not depend on the pieces; which tokens are kept may, since
+        early choices are made by early queries. One piece as long as the prompt is no different
+        from a prompt that was not announced.
+
+        Args:
+            attention_mask: `[batch, tokens]`, nonzero for real tokens, padded on the left.
+            question_tokens: the last tokens of every row; they take part in choosing what is kept
+                of the tokens before them, and are then dropped, as if they had never been seen.
+                They must come whole in the last piece.
+
+        Raises:
+            CacheStateError: the cache has a prompt.
+            PromptError, BudgetError: the prompt does not fit.
+        """
+        self._plan.expect(attention_mask, question_tokens)
 
     @property
     def compression(self) -> Compression:
@@ -181,10 +222,15 @@ class CompressedCache(Cache):
         )
 
     def end_prompt(self) -> None:
-        """Say that the prompt is complete: tokens that follow are added to it and all kept."""
-        if not self._plan.lengths:
-            raise CacheStateError("the cache is empty: no prompt has been processed")
-        self._plan.prompt_ended = True
+        """Say that the prompt is complete, so that the tokens that follow come after it."""
+        if not self._plan.complete:
+            raise CacheStateError("the prompt has not been processed yet, or not all of it")
+        layers: list[Any] = self.layers
+        for layer in layers:
+            if getattr(layer, "record_past", False):
+                layer.crop(-self._plan.question)
+                layer.record_past = False
+        self._plan.end_prompt()
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last `-tokens_to_remove` tokens, if they came after the prompt."""
@@ -198,7 +244,10 @@ class CompressedCache(Cache):
                     "cannot remove tokens: a sliding-window layer has already dropped those that "
                     "would come back into its window"
                 )
+        before = self.compressed_layers[0].kept_lengths()
         super().crop(tokens_to_remove)
+        after = self.compressed_layers[0].kept_lengths()
+        self._plan.remove([a - b for a, b in zip(before, after, strict=True)])
 
     def reset(self) -> None:
         """Empty the cache, ready for another prompt."""
@@ -212,22 +261,19 @@ class CompressedCache(Cache):
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         super().batch_repeat_interleave(repeats)
-        self._take_plan([row for row in range(len(self.prompt_lengths)) for _ in range(repeats)])
+        self._plan.take_rows([row for row in range(self._batch) for _ in range(repeats)])
 
     def batch_select_indices(self, indices: Tensor) -> None:
         super().batch_select_indices(indices)
-        rows = torch.arange(len(self.prompt_lengths), device=indices.device)[indices]
-        self._take_plan(rows.tolist())
+        self._plan.take_rows(torch.arange(self._batch, device=indices.device)[indices].tolist())
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         super().reorder_cache(beam_idx)
-        self._take_plan(beam_idx.tolist())
+        self._plan.take_rows(beam_idx.tolist())
 
-    def _take_plan(self, rows: list[int]) -> None:
-        plan = self._plan
-        if plan.lengths:
-            plan.lengths = [plan.lengths[row] for row in rows]
-            plan.schedules = [plan.schedules[row] for row in rows]
+    @property
+    def _batch(self) -> int:
+        return len(self._plan.lengths)
 
 
 def _stored_bytes(layer: Any) -> int:

@@ -34,6 +34,8 @@ def compress(
     budget: int | None = None,
     compression_ratio: float | None = None,
     *,
+    decode_budget: int | None = None,
+    decode_interval: int | None = None,
     on_layer: Callable[[int, int], None] | None = None,
     **options: Any,
 ) -> Iterator[Compression]:
@@ -45,7 +47,8 @@ def compress(
 
     Args:
         model: a supported decoder-only model (see `support.SUPPORTED_MODEL_TYPES`).
-        method, budget, compression_ratio, on_layer, options: see `CompressedCache`.
+        method, budget, compression_ratio, decode_budget, decode_interval, on_layer, options: see
+            `CompressedCache`.
 
     Yields:
         The `Compression` in force.
@@ -57,7 +60,14 @@ def compress(
         >>> with pyramidkv.compress(model, method="pyramidkv", budget=512):
         ...     out = model.generate(**inputs, max_new_tokens=200)
     """
-    compression = make_compression(method, budget, compression_ratio, **options)
+    compression = make_compression(
+        method,
+        budget,
+        compression_ratio,
+        decode_budget=decode_budget,
+        decode_interval=decode_interval,
+        **options,
+    )
     compression.check(len(full_attention_layers(model.config)))
     if model in _compressing:
         raise CacheStateError(

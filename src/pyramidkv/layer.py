@@ -1,4 +1,4 @@
-"""One layer of a compressed cache: storage that holds the kept tokens, and really only them.
+"""One layer of a compressed cache: it holds the kept tokens, and really only them.
 
 `tokens seen` is the next position; `rows` is what the layer stores. They differ once a prompt has
 been compressed, and neither is ever derived from the other.
@@ -17,13 +17,11 @@ from transformers.cache_utils import CacheLayerMixin
 
 from .attention import LAYER_TAG
 from .errors import CacheStateError
-from .plan import PromptPlan
+from .plan import CachePlan
 from .rotary import move_keys
 from .selection import select
-
-GROWTH_ROWS = 64
-"""Rows of room a layer's storage has after the prompt, and gains each time it is full."""
-
+from .storage import GROWTH_ROWS, RowStorage, right_aligned
+from .votes import Votes
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
@@ -45,48 +43,52 @@ def _for_later_passes(method: _Method) -> _Method:
 class CompressedLayer(CacheLayerMixin):
     """One full-attention layer's keys and values, of the kept tokens only.
 
-    A prompt passes through in two steps: `update` hands its full keys to the attention function,
-    which calls `finish_prompt` when the prompt's attention is computed. Later tokens are appended
-    and kept. Storage is `[batch, kv_heads, capacity, head_dim]`; rows whose prompt keeps fewer
-    tokens than the longest have unused slots at the front.
+    A pass goes through in three steps: `update` hands the keys to attend to to the attention
+    function, which asks `visible` which of them are real and calls `finish` when the attention is
+    computed. `finish` evicts what the method evicts: after each piece of the prompt, and while
+    decoding if there is a decode budget.
     """
 
     is_sliding = False
     is_croppable = False  # not exactly: evicted prompt tokens cannot come back
 
-    def __init__(self, index: int, plan: PromptPlan):
+    def __init__(self, index: int, plan: CachePlan):
         self.index = index  # among the full-attention layers, lowest first
         self._plan = plan
+        self._votes = Votes(plan.score)
         self._clear()
 
     def _clear(self) -> None:
         self.is_initialized = False
-        self._storage: tuple[Tensor, Tensor] | None = None
-        self._rows = 0
-        self._prompt_rows = 0
+        self._storage: RowStorage | None = None
         self._tokens_seen = 0
-        self._occupied: Tensor | None = None  # bool [batch, capacity]; None: no slot is unused
-        self._positions: Tensor | None = None  # int32 [batch, kv_heads, prompt rows]
+        # Where the rows stood that the last eviction left, int32 [batch, kv_heads, rows], aligned
+        # to the right; None while nothing has been evicted.
+        self._positions: Tensor | None = None
+        self._votes.clear()
 
     # What transformers asks of a layer
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.is_initialized = True
 
+    @_for_later_passes
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """Take new states and return those to attend to, `[batch, kv_heads, rows, head_dim]`."""
-        count = key_states.shape[2]
-        if not self.in_prompt:
-            self._plan.go_on(count)
-        self._plan.begin(self.index)
-        if self.in_prompt:
-            self.is_initialized = True
-            keys, values = key_states, value_states
-        else:
-            keys, values = self._append(key_states, value_states)
-        self._tokens_seen += count
+        now = self._plan.begin(self.index, key_states.shape[2])
+        self.is_initialized = True
+        keys, values = key_states, value_states
+        if not now.in_prompt:
+            assert self._storage is not None
+            self._storage.append(keys, values)
+            keys, values = self._storage.keys, self._storage.values
+        elif self._storage is not None:
+            keys = torch.cat([self._storage.keys, keys.detach()], dim=2)
+            values = torch.cat([self._storage.values, values.detach()], dim=2)
+            self._storage = None  # nothing is held twice
+        self._tokens_seen += now.tokens
         setattr(keys, LAYER_TAG, self)
         return keys, values
 
@@ -95,7 +97,8 @@ class CompressedLayer(CacheLayerMixin):
         return self._tokens_seen
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self._tokens_seen + query_length, 0
+        """Ask for a mask over the new tokens only: which stored rows are real is known here."""
+        return query_length, self._tokens_seen
 
     def get_max_length(self) -> int:
         return -1
@@ -106,8 +109,10 @@ class CompressedLayer(CacheLayerMixin):
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last `-tokens_to_remove` tokens; only tokens that came after the prompt."""
         count = self.check_crop(tokens_to_remove)
-        self._rows -= count
-        self._tokens_seen -= count
+        if count:
+            assert self._storage is not None
+            self._storage.remove(count)
+            self._tokens_seen -= count
 
     def check_crop(self, tokens_to_remove: int) -> int:
         """Return how many tokens `crop` would remove, or raise."""
@@ -116,7 +121,15 @@ class CompressedLayer(CacheLayerMixin):
                 f"crop takes the number of tokens to remove as a negative number, not "
                 f"{tokens_to_remove}"
             )
-        removable = self._rows - self._prompt_rows
+        plan = self._plan
+        if tokens_to_remove and plan.compression.decode_budget is not None:
+            raise CacheStateError(
+                "tokens cannot be removed from a cache with a decode budget: what they evicted "
+                "cannot come back"
+            )
+        removable = 0
+        if self._storage is not None:
+            removable = self._storage.rows - max(kept[self.index] for kept in plan.kept)
         if -tokens_to_remove > removable:
             raise CacheStateError(
                 f"cannot remove the last {-tokens_to_remove} tokens: only the {removable} that "
@@ -133,6 +146,14 @@ class CompressedLayer(CacheLayerMixin):
     def batch_select_indices(self, indices: Tensor) -> None:
         self._take_rows(lambda tensor: tensor[indices.to(tensor.device)])
 
+    @_for_later_passes
+    def _take_rows(self, take: Callable[[Tensor], Tensor]) -> None:
+        if self._storage is not None:
+            self._storage.take_rows(take)
+            self._votes.take_rows(take)
+        if self._positions is not None:
+            self._positions = take(self._positions)
+
     def offload(self) -> None:
         raise CacheStateError("a compressed cache stays on its device; offloading is not supported")
 
@@ -141,190 +162,183 @@ class CompressedLayer(CacheLayerMixin):
     # What the attention function asks of a layer
 
     @property
-    def in_prompt(self) -> bool:
-        """Whether the layer still waits for its prompt, or for the prompt's attention."""
-        return self._storage is None
+    def at_start(self) -> bool:
+        """Whether the pass under way is the first, so that it attends to its own tokens only."""
+        return self._plan.columns_seen == 0
 
-    @_for_later_passes
-    def finish_prompt(
-        self,
-        queries: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        valid: Tensor | None,
-        scale: float,
-        softcap: float | None,
-    ) -> None:
-        """Keep what the method keeps of the prompt and let go of the rest.
+    def visible(
+        self, keys: Tensor, mask: Tensor | None, read: Callable[[Tensor], Tensor]
+    ) -> Tensor | None:
+        """Return which of the keys that `update` handed out are real.
 
         Args:
-            queries: `[batch, query_heads, tokens, head_dim]`, rotated.
-            keys, values: `[batch, kv_heads, tokens, head_dim]`, all of the prompt's.
-            valid: bool `[batch, tokens]`, False for padding; None when nothing is padded.
-            scale, softcap: of the model's attention logits.
+            keys: `[batch, kv_heads, rows, head_dim]`.
+            mask: the wrapped implementation's mask over the new tokens, or None.
+            read: gives bool `[batch, tokens]` from the mask.
+
+        Returns:
+            bool `[batch, rows]`, or None when every row is real.
         """
         plan = self._plan
-        batch, kv_heads, tokens, head_dim = keys.shape
-        if valid is not None:
-            valid = None if bool(valid.all()) else valid.expand(batch, -1)
-        plan.prepare(batch, tokens, valid)
-        kept = [schedule[self.index] for schedule in plan.schedules]
-        rows = max(kept)
-        shape = (batch, kv_heads, rows + GROWTH_ROWS, head_dim)
-        storage = _empty(shape, keys), _empty((*shape[:3], values.shape[3]), values)
+        now = plan.current
+        assert now is not None
+        tokens = now.tokens
+        plan.read(keys.shape[0], lambda: None if mask is None else read(mask)[:, -tokens:])
+        if now.in_prompt:
+            counts, rows = plan.candidates(self.index), keys.shape[2]
+            return None if min(counts) == rows else right_aligned(counts, rows, rows, keys.device)
+        assert self._storage is not None
+        if min(now.new) < tokens:
+            self._mark_padding(tokens, now.new)
+        return self._storage.visible()
 
-        if min(kept) == tokens:
-            storage[0][:, :, :rows] = keys
-            storage[1][:, :, :rows] = values
-        else:
-            positions = torch.zeros((batch, kv_heads, rows), dtype=torch.int32, device=keys.device)
-            evicts = any(k < n for k, n in zip(kept, plan.lengths, strict=True))
-            scores = self._score(queries, keys, values, valid, scale, softcap) if evicts else None
-            for row in [slice(None)] if valid is None else [slice(b, b + 1) for b in range(batch)]:
-                first = row.start or 0
-                padding = tokens - plan.lengths[first]
-                if scores is None:
-                    every = torch.arange(padding, tokens, device=keys.device)
-                    indices = every.expand(*keys[row].shape[:2], -1)
-                else:
-                    indices = padding + self._select(scores[row, :, padding:], kept[first])
-                columns = slice(rows - kept[first], rows)
-                kept_keys, kept_values = _take(keys[row], indices), _take(values[row], indices)
-                if plan.frequencies is not None:
-                    last = torch.arange(tokens - kept[first], tokens, device=keys.device)
-                    kept_keys = move_keys(kept_keys, last - indices, plan.frequencies)
-                storage[0][row, :, columns] = kept_keys
-                storage[1][row, :, columns] = kept_values
-                positions[row, :, columns] = indices.int()
-            self._positions = positions
-        if min(kept) < rows:
-            unused = rows - torch.tensor(kept, device=keys.device)
-            self._occupied = torch.arange(shape[2], device=keys.device) >= unused[:, None]
-            for tensor in storage:  # masked, but a NaN left in memory times 0 would still be NaN
-                tensor.masked_fill_(~self._occupied[:, None, :, None], 0)
+    @_for_later_passes
+    def _mark_padding(self, tokens: int, new: Sequence[int]) -> None:
+        assert self._storage is not None
+        self._storage.mark_padding(tokens, new)
+
+    @_for_later_passes
+    def finish(
+        self, queries: Tensor, keys: Tensor, values: Tensor, scale: float, softcap: float | None
+    ) -> None:
+        """Evict what the method evicts after this pass, and let go of it.
+
+        Args:
+            queries: `[batch, query_heads, tokens, head_dim]`, rotated, of this pass.
+            keys, values: `[batch, kv_heads, rows, head_dim]`, as `update` handed them out.
+            scale, softcap: of the model's attention logits.
+        """
+        plan, votes = self._plan, self._votes
+        now = plan.current
+        assert now is not None
+        if now.votes and not now.in_prompt and plan.holes:
+            assert self._storage is not None
+            votes.align(self._storage.align(), keys.shape[2])
+            keys, values = self._storage.keys, self._storage.values
+        voters = votes.join(queries, now.new, now.voters) if plan.score is not None else queries
+        summing = plan.accumulates and (plan.remembers or votes.summing)
+        if summing and now.votes:
+            votes.prepare_sums(queries, keys)
+            self._sum_up(voters, keys, scale, softcap)
+        if now.evicts:
+            self._evict(voters, keys, values, scale, softcap)
+        spent = plan.accumulates and now.votes  # these queries are in the sums
+        votes.remember(voters if plan.remembers and not spent else None)
+        if not plan.remembers:
+            votes.forget_sums()
+        if now.in_prompt:
+            plan.freed.add(keys.device, keys.nbytes + values.nbytes)
+            if now.completes:
+                self._tokens_seen -= plan.question
+        plan.end(self.index)
+
+    def _parts(self, rows: int) -> list[slice]:
+        """Return the parts of the batch to work on at once: all of it if its rows are alike."""
+        plan = self._plan
+        assert plan.current is not None
+        counts, targets = plan.candidates(self.index), plan.targets(self.index)
+        facts = set(zip(counts, targets, plan.seen, plan.since, strict=True))
+        if min(counts) == rows and len(facts) == 1:
+            return [slice(0, len(counts))]
+        return [slice(row, row + 1) for row in range(len(counts))]
+
+    def _sum_up(self, voters: Tensor, keys: Tensor, scale: float, softcap: float | None) -> None:
+        now = self._plan.current
+        assert now is not None
+        counts = self._plan.candidates(self.index)
+        for row, (rows, count) in enumerate(zip(counts, now.voters, strict=True)):
+            if count == 0:  # a row whose prompt has not begun yet
+                continue
+            at = slice(row, row + 1)
+            own_keys = keys[at, :, keys.shape[2] - rows :]
+            self._votes.add(at, _last(voters[at], count), own_keys, scale, softcap)
+
+    def _evict(
+        self, voters: Tensor, keys: Tensor, values: Tensor, scale: float, softcap: float | None
+    ) -> None:
+        """Keep of each batch row what the plan says, in new storage after a piece of the prompt."""
+        plan, votes = self._plan, self._votes
+        now = plan.current
+        assert now is not None
+        counts, targets = plan.candidates(self.index), plan.targets(self.index)
+        dropped = plan.question if now.completes else 0
+        keeps_all = all(t + dropped == c for t, c in zip(targets, counts, strict=True))
+        available, rows = keys.shape[2], max(targets)
+        storage = self._storage
+        if storage is None:
+            room = GROWTH_ROWS if now.completes else 0
+            storage = RowStorage(keys, values, rows, rows + room)
+        chosen: list[Tensor] = []
+        positions: list[Tensor] = []
+        for at in self._parts(available):
+            count, target = counts[at.start], targets[at.start]
+            first = available - count
+            own_keys, own_values = keys[at, :, first:], values[at, :, first:]
+            if target + dropped == count:
+                every = torch.arange(target, device=keys.device)
+                indices = every.expand(*own_keys.shape[:2], -1)
+            else:
+                own_voters = _last(voters[at], now.voters[at.start])
+                scores = votes.scores(at, own_voters, own_keys, own_values, scale, softcap)
+                indices = self._select(scores[..., : count - dropped], target)
+            if now.in_prompt and target + dropped == count:  # no copy between the two storages
+                kept_keys, kept_values = own_keys[:, :, :target], own_values[:, :, :target]
+            else:
+                kept_keys, kept_values = _take(own_keys, indices), _take(own_values, indices)
+            if plan.frequencies is not None:
+                last = torch.arange(count - target, count, device=keys.device)
+                kept_keys = move_keys(kept_keys, last - indices, plan.frequencies)
+            storage.put(at, rows, kept_keys, kept_values)
+            chosen.append(indices + first)
+            if not keeps_all or self._positions is not None:
+                mine = self._candidate_positions(at, own_keys, count).gather(-1, indices)
+                positions.append(functional.pad(mine, (rows - target, 0)))
+        storage.settle(targets)
         self._storage = storage
-        self._rows = self._prompt_rows = rows
-        plan.layers_done += 1
-        plan.freed.add(keys.device, keys.nbytes + values.nbytes)
-        if plan.on_layer is not None:
-            plan.on_layer(self.index + 1, plan.layer_count)
+        self._positions = torch.cat(positions) if positions else None
+        votes.keep(chosen, rows)
 
-    def _score(
-        self,
-        queries: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        valid: Tensor | None,
-        scale: float,
-        softcap: float | None,
-    ) -> Tensor:
-        score = self._plan.score
-        assert score is not None
-        count = score.query_count(keys.shape[2])
-        voters = queries[:, :, queries.shape[2] - count :]
-        return score(voters, keys, values, valid, scale, softcap)
+    def _candidate_positions(self, at: slice, keys: Tensor, count: int) -> Tensor:
+        """Return where some rows' candidates `keys` stand, int32 `[rows, kv_heads, count]`."""
+        plan, row = self._plan, at.start
+        old = plan.kept[row][self.index]
+        start = plan.positions_before(row)
+        size, device = (*keys.shape[:2], -1), keys.device
+        later = torch.arange(start, start + count - old, dtype=torch.int32, device=device)
+        if self._positions is None:
+            earlier = torch.arange(old, dtype=torch.int32, device=device).expand(size)
+        else:
+            earlier = self._positions[at, :, self._positions.shape[-1] - old :]
+        return torch.cat([earlier, later.expand(size)], dim=-1)
 
     def _select(self, scores: Tensor, budget: int) -> Tensor:
         options = self._plan.compression.method.options
         assert self._plan.pooling is not None
         return select(scores, budget, options.sink_tokens, options.window_size, self._plan.pooling)
 
-    def finish_step(
-        self,
-        count: int,
-        mask: Tensor | None,
-        read: Callable[[Tensor | None], Tensor | None],
-    ) -> Tensor | None:
-        """Note which of the last `count` tokens are padding and return which rows are real.
-
-        Args:
-            count: tokens of this forward pass.
-            mask: the wrapped implementation's mask over all tokens seen, or None.
-            read: gives bool `[batch, tokens seen]` from the mask.
-
-        Returns:
-            bool `[batch, stored rows]`, or None when every row is real.
-        """
-        self._plan.layers_done += 1
-        if mask is not None:
-            real = self._plan.padding(mask, count, read)
-            if real is not None:
-                self._require_occupied()[:, self._rows - count : self._rows] = real
-        return None if self._occupied is None else self._occupied[:, : self._rows]
-
-    # Storage
-
-    def _append(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
-        assert self._storage is not None
-        count = key_states.shape[2]
-        end = self._rows + count
-        if end > self._storage[0].shape[2]:
-            self._grow(end + GROWTH_ROWS)
-        keys, values = self._storage
-        keys[:, :, self._rows : end] = key_states.detach()
-        values[:, :, self._rows : end] = value_states.detach()
-        self._rows = end
-        if self._occupied is not None:
-            self._occupied[:, end - count : end] = True
-        return keys[:, :, :end], values[:, :, :end]
-
-    @_for_later_passes
-    def _grow(self, capacity: int) -> None:
-        assert self._storage is not None
-        grown = []
-        for old in self._storage:
-            new = _empty((*old.shape[:2], capacity, old.shape[3]), old)
-            new[:, :, : self._rows] = old[:, :, : self._rows]
-            grown.append(new)
-        self._storage = grown[0], grown[1]
-        if self._occupied is not None:
-            room = capacity - self._occupied.shape[1]
-            self._occupied = functional.pad(self._occupied, (0, room), value=True)
-
-    @_for_later_passes
-    def _require_occupied(self) -> Tensor:
-        if self._occupied is None:
-            assert self._storage is not None
-            keys = self._storage[0]
-            size = (keys.shape[0], keys.shape[2])
-            self._occupied = torch.ones(size, dtype=torch.bool, device=keys.device)
-        return self._occupied
-
-    @_for_later_passes
-    def _take_rows(self, take: Callable[[Tensor], Tensor]) -> None:
-        if self._storage is None:
-            return
-        self._storage = take(self._storage[0]), take(self._storage[1])
-        if self._occupied is not None:
-            self._occupied = take(self._occupied)
-        if self._positions is not None:
-            self._positions = take(self._positions)
+    # What the cache asks of a layer
 
     @property
     def keys(self) -> Tensor | None:  # type: ignore[override]
         """The stored keys, `[batch, kv_heads, rows, head_dim]`; None before the prompt."""
-        return None if self._storage is None else self._storage[0][:, :, : self._rows]
+        return None if self._storage is None else self._storage.keys
 
     @property
     def values(self) -> Tensor | None:  # type: ignore[override]
         """The stored values, `[batch, kv_heads, rows, head_dim]`; None before the prompt."""
-        return None if self._storage is None else self._storage[1][:, :, : self._rows]
+        return None if self._storage is None else self._storage.values
 
     @property
     def allocated_bytes(self) -> int:
-        """Bytes of the tensors held, room to grow included."""
-        if self._storage is None:
-            return 0
-        held = [*self._storage, self._positions, self._occupied]
-        return sum(tensor.nbytes for tensor in held if tensor is not None)
+        """Bytes of the tensors held: room to grow, positions and remembered queries included."""
+        held = self._votes.nbytes
+        if self._storage is not None:
+            held += self._storage.nbytes
+        return held if self._positions is None else held + self._positions.nbytes
 
     def kept_lengths(self) -> list[int]:
         """Return the tokens stored for each batch row."""
-        if self._storage is None:
-            return []
-        if self._occupied is None:
-            return [self._rows] * self._storage[0].shape[0]
-        return [int(count) for count in self._occupied[:, : self._rows].sum(-1)]
+        return [] if self._storage is None else self._storage.counts()
 
     def kept_positions(self, row: int = 0) -> Tensor:
         """Return where the kept tokens stood, int64 `[kv_heads, kept]`, padding not counted.
@@ -333,25 +347,20 @@ class CompressedLayer(CacheLayerMixin):
         """
         if self._storage is None:
             raise CacheStateError("the cache is empty: no prompt has been processed")
-        prompt = self._plan.lengths[row]
-        kv_heads = self._storage[0].shape[1]
-        kept = self._plan.schedules[row][self.index]
-        device = self._storage[0].device
+        plan = self._plan
+        kept = plan.kept[row][self.index]
+        kv_heads, device = self._storage.keys.shape[1], self._storage.keys.device
         if self._positions is None:
             first = torch.arange(kept, device=device).expand(kv_heads, kept)
         else:
-            padding = self._prompt_tokens() - prompt
-            first = self._positions[row, :, self._prompt_rows - kept :].long() - padding
-        later = self._rows - self._prompt_rows
-        last = torch.arange(prompt, prompt + later, device=device).expand(kv_heads, later)
-        return torch.cat([first, last], dim=-1)
-
-    def _prompt_tokens(self) -> int:
-        return self._tokens_seen - (self._rows - self._prompt_rows)
+            first = self._positions[row, :, self._positions.shape[-1] - kept :].long()
+        later = torch.arange(plan.positions_before(row), plan.seen[row], device=device)
+        return torch.cat([first, later.expand(kv_heads, -1)], dim=-1)
 
 
-def _empty(shape: Sequence[int], like: Tensor) -> Tensor:
-    return torch.empty(tuple(shape), dtype=like.dtype, device=like.device)
+def _last(states: Tensor, count: int) -> Tensor:
+    """Return the last `count` tokens of `[batch, heads, tokens, head_dim]`."""
+    return states[:, :, states.shape[2] - count :]
 
 
 def _take(states: Tensor, indices: Tensor) -> Tensor:

@@ -32,6 +32,12 @@ if TYPE_CHECKING:
 AllocationName = Literal["uniform", "pyramid", "power", "list", "official"]
 ALLOCATIONS: tuple[AllocationName, ...] = ("uniform", "pyramid", "power", "list")
 
+Capability = Literal["prefill chunks", "decode budget"]
+"""What not every method can do: take a prompt in pieces; evict while decoding."""
+
+DECODE_INTERVAL = 32
+"""Tokens between two evictions while decoding, if nothing else is asked for."""
+
 
 class MethodError(PyramidKVError, ValueError):
     """A method or option that does not exist or does not fit; the message says what does."""
@@ -148,6 +154,11 @@ _WINDOW_OPTIONS = (
 )
 
 
+_IN_WORDS: dict[Capability, str] = {
+    "prefill chunks": "a prompt in several pieces",
+    "decode budget": "a decode budget",
+}
+
 _OPTIONS_OF_ALLOCATIONS = {
     "beta": ("pyramid", "official"),
     "gamma": ("power",),
@@ -168,6 +179,7 @@ class Method:
         options: the method's settings.
         settable: names of the options that mean something for this method.
         renumber: number the kept tokens anew, without gaps, up to the next position.
+        supports: what the method can do beyond compressing a prompt in one piece.
     """
 
     name: str
@@ -177,6 +189,7 @@ class Method:
     options: Options = field(default_factory=Options)
     settable: frozenset[str] = _WINDOW_OPTIONS
     renumber: bool = False
+    supports: frozenset[Capability] = frozenset({"prefill chunks", "decode budget"})
 
     @property
     def evicts(self) -> bool:
@@ -187,6 +200,16 @@ class Method:
     def needs_window(self) -> bool:
         """Whether the score is taken from the window's queries, so that the window cannot be 0."""
         return "window_reduce" in self.settable
+
+    def require(self, capability: Capability) -> None:
+        """Refuse what this method cannot do.
+
+        Raises:
+            MethodError: it names the methods that can.
+        """
+        if capability not in self.supports:
+            able = ", ".join(m.name for m in METHODS.values() if capability in m.supports)
+            raise MethodError(f"{self.name} does not support {_IN_WORDS[capability]}; {able} do")
 
     def with_options(self, **changes: Any) -> Method:
         """Return this method with some options changed.
@@ -243,14 +266,20 @@ class Compression:
         method: the method.
         budget: tokens per layer and KV head, averaged over layers, sinks and window included.
         compression_ratio: fraction of the prompt removed, in [0, 1).
+        decode_budget: bound on the tokens kept per layer on average, generated ones included;
+            without one, everything generated is kept.
+        decode_interval: tokens after which the cache is brought back to the decode budget.
     """
 
     method: Method
     budget: int | None = None
     compression_ratio: float | None = None
+    decode_budget: int | None = None
+    decode_interval: int = DECODE_INTERVAL
 
     def __post_init__(self) -> None:
         method = self.method
+        self._check_decoding()
         if self.budget is not None and type(self.budget) is not int:
             raise MethodError(f"budget is {self.budget!r}; it is a whole number of tokens")
         if not isinstance(self.compression_ratio, int | float | None):
@@ -278,6 +307,29 @@ class Compression:
             except ValueError as error:
                 raise MethodError(str(error)) from None
 
+    def _check_decoding(self) -> None:
+        if self.decode_budget is None:
+            if self.decode_interval != DECODE_INTERVAL:
+                raise MethodError("a decode interval means nothing without a decode budget")
+            return
+        self.method.require("decode budget")
+        for name, value in (
+            ("decode_budget", self.decode_budget),
+            ("decode_interval", self.decode_interval),
+        ):
+            if type(value) is not int or value < 1:
+                raise MethodError(f"{name} is {value!r}; it is a whole number of at least 1 token")
+        if self.method.options.allocation == "list":
+            raise MethodError(
+                f"{self.method.name} has a list of layer budgets, which says nothing about how a "
+                "decode budget is shared; choose another allocation"
+            )
+        try:
+            check_budget(self.decode_budget, self.method.options.protected)
+            self.method.schedule(1, self.decode_budget, self.decode_budget)
+        except BudgetError as error:
+            raise BudgetError(f"decode budget: {error}") from None
+
     def budget_for(self, prompt_length: int) -> int:
         """Return the budget for a prompt of this length, in tokens per layer on average."""
         if self.budget is not None:
@@ -302,6 +354,11 @@ class Compression:
             budget = max(budget, self.method.options.protected)
         return self.method.schedule(layers, budget, prompt_length)
 
+    def decode_schedule(self, layers: int, tokens_seen: int) -> list[int]:
+        """Return the tokens each layer keeps while decoding, after this many tokens."""
+        assert self.decode_budget is not None
+        return self.method.schedule(layers, self.decode_budget, tokens_seen)
+
     def check(self, layers: int) -> None:
         """Refuse what cannot work with this many layers, before any prompt is there.
 
@@ -312,6 +369,8 @@ class Compression:
             self.schedule(layers, max(self.method.options.layer_budgets))
         elif self.budget is not None:
             self.schedule(layers, self.budget)
+        if self.decode_budget is not None:
+            self.decode_schedule(layers, self.decode_budget)
 
     def parameters(self) -> dict[str, Any]:
         """Return everything that was chosen, as plain values for a record."""
@@ -319,6 +378,8 @@ class Compression:
             "method": self.method.name,
             "budget": self.budget,
             "compression_ratio": self.compression_ratio,
+            "decode_budget": self.decode_budget,
+            "decode_interval": None if self.decode_budget is None else self.decode_interval,
         }
         for name in sorted(self.method.settable):
             chosen[name] = getattr(self.method.options, name)
@@ -338,6 +399,7 @@ METHODS: dict[str, Method] = {
             None,
             Options(window_size=0, sink_tokens=0),
             frozenset(),
+            supports=frozenset({"prefill chunks"}),
         ),
         Method(
             "streamingllm",
@@ -355,6 +417,7 @@ METHODS: dict[str, Method] = {
             Options(window_size=0, kernel_size=1),
             _SHARED_OPTIONS | _ALLOCATION_OPTIONS,
             renumber=True,
+            supports=frozenset(),  # turning the same keys again and again would add up errors
         ),
         Method(
             "h2o",
@@ -398,6 +461,7 @@ METHODS: dict[str, Method] = {
             _window_attention,
             dataclasses.replace(_PAPER_PYRAMID, allocation="official"),
             _WINDOW_OPTIONS - _ALLOCATION_OPTIONS | {"beta"},
+            supports=frozenset({"prefill chunks"}),  # the authors' code never evicts later
         ),
     )
 }
@@ -418,9 +482,14 @@ def make_compression(
     method: str | Method = "pyramidkv",
     budget: int | None = None,
     compression_ratio: float | None = None,
+    *,
+    decode_budget: int | None = None,
+    decode_interval: int | None = None,
     **options: Any,
 ) -> Compression:
     """Return a validated `Compression` from what a user typed.
+
+    With a decode budget and neither a budget nor a ratio, the prompt gets the same budget.
 
     Raises:
         MethodError: unknown method or option, both or neither of budget and ratio.
@@ -432,7 +501,10 @@ def make_compression(
         raise MethodError(f"method is {method!r}; give a method's name or a Method")
     elif options:
         method = method.with_options(**options)
-    return Compression(method, budget, compression_ratio)
+    if decode_budget is not None and budget is None and compression_ratio is None:
+        budget = decode_budget
+    interval = DECODE_INTERVAL if decode_interval is None else decode_interval
+    return Compression(method, budget, compression_ratio, decode_budget, interval)
 
 
 def describe_total(schedule: Sequence[int], budget: int, prompt_length: int) -> str:

@@ -1,8 +1,10 @@
-"""What the layers of one cache share: the method, the prompt's schedules, the pass under way."""
+"""What the layers of one cache share: the method, each row's schedule, the pass under way.
+
+All of it is plain numbers on the host: layers never wait for a device to learn how much they hold.
+"""
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -12,29 +14,75 @@ from torch import Tensor
 from .errors import CacheStateError, PromptError
 from .memory import FreedMemory
 from .methods import Compression
-from .scores import Score
+from .scores import AccumulatingScore, Score
 from .selection import Pooling
+
+PENDING_QUERIES = 64
+"""Queries that wait, at most, before they are added to accumulated scores while decoding."""
 
 
 @dataclass
-class PromptPlan:
-    """What the layers of one cache have in common: the method, and each row's schedule."""
+class ForwardPass:
+    """One pass of the model over new tokens, the same for all layers.
+
+    Attributes:
+        tokens: columns in it, padding included.
+        in_prompt: it carries the prompt or a piece of it.
+        completes: it is the last piece of the prompt.
+        evicts: every layer is brought back to its budget after its attention.
+        votes: queries are turned into scores after the attention.
+        new: real tokens of each row; empty until the mask was read.
+        voters: queries of each row that vote if it votes, earlier ones included.
+        targets: rows that each layer keeps, per batch row, if it evicts.
+    """
+
+    tokens: int
+    in_prompt: bool
+    completes: bool
+    evicts: bool
+    votes: bool
+    new: list[int] = field(default_factory=list)
+    voters: list[int] = field(default_factory=list)
+    targets: list[list[int]] = field(default_factory=list)
+
+
+@dataclass
+class CachePlan:
+    """What the layers of one cache have in common.
+
+    Attributes:
+        lengths: prompt tokens of each row, without padding and without the question that only
+            votes; empty until they are known.
+        schedules: prompt tokens each layer keeps, per row.
+        seen: real tokens of each row so far.
+        kept: rows each layer held after it was last brought to its budget, per batch row.
+        since: real tokens of each row that came after that.
+    """
 
     compression: Compression
     layer_count: int
     on_layer: Callable[[int, int], None] | None = None
     score: Score | None = None
     pooling: Pooling | None = None
-    lengths: list[int] = field(default_factory=list)  # prompt tokens of each row, without padding
-    schedules: list[list[int]] = field(default_factory=list)  # per row
+    frequencies: Tensor | None = None  # of the rotary embedding; None: positions stay
+    lengths: list[int] = field(default_factory=list)
+    schedules: list[list[int]] = field(default_factory=list)
+    seen: list[int] = field(default_factory=list)
+    kept: list[list[int]] = field(default_factory=list)
+    since: list[int] = field(default_factory=list)
+    pending: list[int] = field(default_factory=list)  # queries not yet in accumulated scores
+    columns: int = 0  # of the prompt, padding included; 0: not known yet
+    columns_seen: int = 0
+    pieces_done: int = 0  # of the prompt
+    announced: int = 0  # columns that were announced, the question's included
+    question: int = 0  # last columns of the prompt, which vote and are not kept
+    steps: int = 0  # columns since the cache was last brought to its budget
     prompt_ended: bool = False
+    holes: bool = False  # whether unused rows may lie between stored ones
     layers_begun: int = 0  # of the present forward pass
     layers_done: int = 0
-    seen_mask: weakref.ref[Tensor] | None = None
-    all_valid: bool = True
-    seen_valid: Tensor | None = None
+    current: ForwardPass | None = None
     freed: FreedMemory = field(default_factory=FreedMemory)
-    frequencies: Tensor | None = None  # of the rotary embedding; None: positions stay
 
     def __post_init__(self) -> None:
         method = self.compression.method
@@ -42,18 +90,74 @@ class PromptPlan:
             self.score = method.make_score(method.options)
             self.pooling = method.options.make_pooling()
 
-    def reset(self) -> None:
-        """Forget the prompt."""
-        self.lengths, self.schedules = [], []
-        self.prompt_ended = False
-        self.layers_begun = self.layers_done = 0
-        self.seen_mask = self.seen_valid = None
+    @property
+    def accumulates(self) -> bool:
+        """Whether scores are sums that later queries add to."""
+        return isinstance(self.score, AccumulatingScore)
 
-    def begin(self, layer: int) -> None:
+    @property
+    def remembers(self) -> bool:
+        """Whether queries of the pass under way will be asked for by a later pass."""
+        assert self.current is not None
+        later_pieces = self.current.in_prompt and not self.current.completes
+        return self.score is not None and (later_pieces or self._evicts_while_decoding)
+
+    @property
+    def _evicts_while_decoding(self) -> bool:
+        return self.compression.decode_budget is not None
+
+    def reset(self) -> None:
+        """Forget the prompt, announced or seen."""
+        self.lengths, self.schedules, self.seen = [], [], []
+        self.kept, self.since, self.pending = [], [], []
+        self.columns = self.columns_seen = self.announced = self.question = self.steps = 0
+        self.pieces_done = 0
+        self.prompt_ended = self.holes = False
+        self.layers_begun = self.layers_done = 0
+        self.current = None
+
+    def expect(self, mask: Tensor, question: int = 0) -> None:
+        """Take the whole prompt's padding mask `[batch, tokens]` before its first piece.
+
+        Args:
+            mask: nonzero for real tokens, all of the prompt's.
+            question: the last tokens of every row, which only vote: they are not kept.
+
+        Raises:
+            CacheStateError: the cache is in use.
+            PromptError, BudgetError: the prompt does not fit.
+        """
+        if self.lengths:
+            raise CacheStateError(
+                "this cache has a prompt already; empty it first (cache.reset()) or use another"
+            )
+        if mask.ndim != 2 or mask.shape[0] == 0:
+            raise PromptError(
+                f"the mask has the shape {tuple(mask.shape)}; it must be [batch, tokens]"
+            )
+        counts = _count_left_padded(mask != 0)
+        if not 0 <= question < min(counts):
+            raise PromptError(
+                f"the question has {question} tokens, but the shortest row of the prompt has "
+                f"{min(counts)}; it must have fewer than every row"
+            )
+        self._set_prompt([count - question for count in counts], mask.shape[1])
+        self.question, self.announced = question, mask.shape[1]
+
+    def _set_prompt(self, lengths: list[int], columns: int) -> None:
+        schedule = self.compression.schedule
+        known = {length: schedule(self.layer_count, length) for length in set(lengths)}
+        self.lengths, self.columns = lengths, columns
+        self.schedules = [known[length] for length in lengths]
+        self.kept = [[0] * self.layer_count for _ in lengths]
+        self.seen, self.since, self.pending = ([0] * len(lengths) for _ in range(3))
+
+    def begin(self, layer: int, tokens: int) -> ForwardPass:
         """Note that a layer takes part in a forward pass; each does so in turn, or none.
 
         Raises:
-            CacheStateError: a pass was interrupted, so that layers are out of step.
+            CacheStateError: a pass was interrupted, so that layers are out of step, or its tokens
+                do not fit the prompt that was announced.
         """
         if layer == 0 and self.layers_begun == self.layers_done == self.layer_count:
             self.layers_begun = self.layers_done = 0
@@ -62,58 +166,197 @@ class PromptPlan:
                 "the last forward pass on this compressed cache was interrupted, or its attention "
                 "did not go through pyramidkv; start again from an empty cache (cache.reset())"
             )
+        if layer == 0:
+            self.current = self._plan_pass(tokens)
+        assert self.current is not None
         self.layers_begun += 1
+        return self.current
 
-    def go_on(self, count: int) -> None:
-        """Note that `count` tokens follow the prompt.
+    @property
+    def complete(self) -> bool:
+        """Whether the whole prompt has been processed."""
+        return self.columns_seen >= self.columns > 0
 
-        Raises:
-            CacheStateError: they might be the rest of the prompt.
-        """
+    def check(self, tokens: int) -> None:
+        """Raise what `begin` would raise for a pass of this many tokens."""
+        if self.current is None:
+            self._plan_pass(tokens)
+
+    def _plan_pass(self, tokens: int) -> ForwardPass:
+        if self.complete:
+            self._go_on(tokens)
+            evicts = self._evicts_while_decoding and (
+                self.steps + tokens >= self.compression.decode_interval
+            )
+            waiting = max(self.pending) + tokens >= PENDING_QUERIES
+            votes = evicts or (self._evicts_while_decoding and self.accumulates and waiting)
+            return ForwardPass(tokens, False, False, evicts, votes)
+        left = self.columns - self.columns_seen if self.columns else tokens
+        if tokens > left:
+            raise CacheStateError(
+                f"{tokens} tokens were given, but only {left} of the prompt that was announced are "
+                "left; tokens that follow the prompt come in a pass of their own"
+            )
+        if self.question and left - self.question < tokens < left:
+            raise CacheStateError(
+                "the question that votes must come whole in the prompt's last piece; its last "
+                f"{left} tokens were to come, {self.question} of them the question, but {tokens} "
+                "were given"
+            )
+        if tokens < left:
+            self.compression.method.require("prefill chunks")
+        return ForwardPass(tokens, True, tokens == left, True, True)
+
+    def _go_on(self, tokens: int) -> None:
+        """Note that tokens follow the prompt, unless they might be the rest of it."""
         if self.prompt_ended:
             return
-        if count > 1:
+        if tokens > 1:
             raise CacheStateError(
                 "the prompt was compressed after its first forward pass, and more tokens follow "
-                "before one was generated; give the prompt in one piece (no prefill_chunk_size), "
-                "or call cache.end_prompt() if these tokens are to be added to the compressed "
-                "prompt"
+                "before one was generated; to give a prompt in pieces (prefill_chunk_size), make a "
+                "CompressedCache and announce it with cache.expect_prompt(attention_mask), or call "
+                "cache.end_prompt() if these tokens are to be added to the compressed prompt"
             )
+        self.end_prompt()
+
+    def end_prompt(self) -> None:
+        """Note that the prompt is complete."""
         self.prompt_ended = True
         self.freed.hand_back()
 
-    def prepare(self, batch: int, tokens: int, valid: Tensor | None) -> None:
-        """Make each row's schedule from its own prompt length; once per prompt."""
-        if self.lengths:
-            return
-        if valid is None:
-            lengths = [tokens] * batch
-        else:
-            counts = valid.sum(-1, keepdim=True)
-            lengths = counts.flatten().tolist()
-            if min(lengths) == 0:
-                raise PromptError("a row of the batch is all padding; every row needs a prompt")
-            padded_left = torch.arange(tokens, device=valid.device) >= tokens - counts
-            if not torch.equal(padded_left, valid):
-                raise PromptError(
-                    "the batch has padding after or between real tokens; pad on the left "
-                    "(tokenizer.padding_side = 'left')"
-                )
-        schedule = self.compression.schedule
-        known = {length: schedule(self.layer_count, length) for length in set(lengths)}
-        self.schedules = [known[length] for length in lengths]
-        self.lengths = lengths
+    def read(self, batch: int, valid: Callable[[], Tensor | None]) -> None:
+        """Learn from a pass's mask which of its tokens are real; once for all layers.
 
-    def padding(
-        self, mask: Tensor, count: int, read: Callable[[Tensor | None], Tensor | None]
-    ) -> Tensor | None:
-        """Return which of a pass's `count` tokens are real, or None if all are.
-
-        Every layer of a forward pass gets the same mask, so it is read once.
+        Args:
+            batch: rows of the batch.
+            valid: gives bool `[batch or 1, tokens]`, or None if all are real.
         """
-        if self.seen_mask is None or self.seen_mask() is not mask:
-            valid = read(mask)
-            assert valid is not None
-            self.seen_mask, self.seen_valid = weakref.ref(mask), valid[:, -count:]
-            self.all_valid = bool(self.seen_valid.all())
-        return None if self.all_valid else self.seen_valid
+        now = self.current
+        assert now is not None
+        if now.new:
+            return
+        real = valid()
+        announced = bool(self.columns)
+        counts = [now.tokens] * batch
+        if real is not None and not bool(real.all()):
+            may_be_empty = announced or not now.in_prompt
+            counts = _count_left_padded(real.expand(batch, -1), may_be_empty)
+        if not announced:
+            self._set_prompt(counts, now.tokens)
+        elif len(self.lengths) != batch:
+            raise PromptError(
+                f"the pass has {batch} rows, but this cache's prompt has {len(self.lengths)}"
+            )
+        elif now.in_prompt:
+            expected = [self._announced(row, now.tokens) for row in range(batch)]
+            if counts != expected:
+                raise PromptError(
+                    "the attention mask of this piece has other padding than the prompt that was "
+                    "announced; give expect_prompt the whole prompt's mask, and each piece its mask"
+                )
+        elif min(counts) < now.tokens:
+            self.holes = True
+        now.new = counts
+        seen = [a + b for a, b in zip(self.seen, counts, strict=True)]
+        if self.score is not None:
+            base = [a + b for a, b in zip(self.pending, counts, strict=True)]
+            known = base if self.accumulates else seen
+            now.voters = [self.score.query_count(count) for count in known]
+        if now.evicts:
+            now.targets = [self._targets(row, seen[row]) for row in range(batch)]
+
+    def _announced(self, row: int, tokens: int) -> int:
+        """Return how many of the next columns of the prompt are real in a row."""
+        padding = self.columns - self.lengths[row] - self.question
+        end = self.columns_seen + tokens
+        return max(0, end - padding) - max(0, self.columns_seen - padding)
+
+    def _targets(self, row: int, seen: int) -> list[int]:
+        now = self.current
+        assert now is not None
+        if now.in_prompt:
+            context = seen - self.question if now.completes else seen
+            return [min(final, context) for final in self.schedules[row]]
+        schedule = self.compression.decode_schedule(self.layer_count, seen)
+        return [min(share, self.candidates(layer)[row]) for layer, share in enumerate(schedule)]
+
+    def candidates(self, layer: int) -> list[int]:
+        """Return the real rows a layer has in the pass under way, new ones included."""
+        assert self.current is not None
+        return [
+            kept[layer] + since + new
+            for kept, since, new in zip(self.kept, self.since, self.current.new, strict=True)
+        ]
+
+    def targets(self, layer: int) -> list[int]:
+        """Return the rows a layer keeps after this pass, for each row of the batch."""
+        assert self.current is not None
+        return [row[layer] for row in self.current.targets]
+
+    def positions_before(self, row: int) -> int:
+        """Return where the first token stands that came since the last eviction."""
+        return self.seen[row] - self.since[row]
+
+    def end(self, layer: int) -> None:
+        """Note that a layer is done with the pass; the last one closes it."""
+        now = self.current
+        assert now is not None
+        self.layers_done += 1
+        if now.in_prompt and self.on_layer is not None:
+            left = -(-(self.columns - self.columns_seen) // now.tokens)
+            done = self.pieces_done * self.layer_count + layer + 1
+            self.on_layer(done, (self.pieces_done + left) * self.layer_count)
+        if self.layers_done == self.layer_count:
+            self._close(now)
+
+    def _close(self, now: ForwardPass) -> None:
+        dropped = self.question if now.completes else 0
+        self.columns_seen += now.tokens - dropped
+        self.pieces_done += now.in_prompt
+        if now.completes:
+            self.columns -= dropped
+        for row, new in enumerate(now.new):
+            self.seen[row] += new - dropped
+            self.since[row] += new
+            self.pending[row] = 0 if now.votes else self.pending[row] + new
+        if now.evicts:
+            self.kept = now.targets
+            self.since = [0] * len(now.new)
+            self.steps, self.holes = 0, False
+        else:
+            self.steps += now.tokens
+        self.current = None
+
+    def remove(self, tokens: list[int]) -> None:
+        """Note that each row's last tokens, all of them since the last eviction, are removed."""
+        self.seen = [a - b for a, b in zip(self.seen, tokens, strict=True)]
+        self.since = [a - b for a, b in zip(self.since, tokens, strict=True)]
+
+    def take_rows(self, rows: list[int]) -> None:
+        """Keep these rows of the batch, in this order, some perhaps several times."""
+        if not self.lengths:
+            return
+        self.lengths, self.seen, self.since, self.pending = (
+            [values[row] for row in rows]
+            for values in (self.lengths, self.seen, self.since, self.pending)
+        )
+        self.schedules, self.kept = (
+            [list(values[row]) for row in rows] for values in (self.schedules, self.kept)
+        )
+
+
+def _count_left_padded(valid: Tensor, may_be_empty: bool = False) -> list[int]:
+    """Return the real tokens of each row of a left-padded bool mask `[batch, tokens]`."""
+    counts = valid.sum(-1, keepdim=True)
+    tokens = valid.shape[1]
+    result: list[int] = counts.flatten().tolist()
+    if min(result) == 0 and not may_be_empty:
+        raise PromptError("a row of the batch is all padding; every row needs a prompt")
+    padded_left = torch.arange(tokens, device=valid.device) >= tokens - counts
+    if not torch.equal(padded_left, valid):
+        raise PromptError(
+            "the batch has padding after or between real tokens; pad on the left "
+            "(tokenizer.padding_side = 'left')"
+        )
+    return result

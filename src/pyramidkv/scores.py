@@ -9,7 +9,7 @@ N x N matrix never exists.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -51,6 +51,31 @@ class Score(Protocol):
         ...
 
 
+@runtime_checkable
+class AccumulatingScore(Score, Protocol):
+    """A score made from sums over queries, so that later queries add to it."""
+
+    def accumulate(
+        self,
+        queries: Tensor,
+        keys: Tensor,
+        valid: Tensor | None,
+        scale: float,
+        softcap: float | None = None,
+        earlier: Tensor | None = None,
+    ) -> Tensor:
+        """Return the sums of these queries, on top of those of earlier ones.
+
+        Takes what `__call__` takes; `earlier` and the result are float32
+        `[batch, kv_heads, query heads per KV head, N]`.
+        """
+        ...
+
+    def reduce(self, sums: Tensor) -> Tensor:
+        """Return the scores `[batch, kv_heads, N]` that the sums amount to."""
+        ...
+
+
 @dataclass(frozen=True)
 class WindowAttention:
     """Attention of the last `window` queries to each token (SnapKV, arXiv 2404.14469, eq. 3-5;
@@ -80,9 +105,8 @@ class WindowAttention:
         scale: float,
         softcap: float | None = None,
     ) -> Tensor:
-        result = _reduce_attention(
-            queries, keys, valid, scale, softcap, self.window_reduce, self.group_reduce
-        )
+        by_head = _reduce_attention(queries, keys, valid, scale, softcap, self.window_reduce)
+        result = _reduce_group(by_head, self.group_reduce)
         if self.value_norm:
             for row, weighted in zip(values, result, strict=True):
                 for head, scores in zip(row, weighted, strict=True):  # one float32 copy at a time
@@ -112,8 +136,24 @@ class AccumulatedAttention:
         scale: float,
         softcap: float | None = None,
     ) -> Tensor:
-        result = _reduce_attention(queries, keys, valid, scale, softcap, "sum", self.group_reduce)
-        return _mask_padding(result, valid)
+        return _mask_padding(
+            self.reduce(self.accumulate(queries, keys, valid, scale, softcap)), valid
+        )
+
+    def accumulate(
+        self,
+        queries: Tensor,
+        keys: Tensor,
+        valid: Tensor | None,
+        scale: float,
+        softcap: float | None = None,
+        earlier: Tensor | None = None,
+    ) -> Tensor:
+        sums = _reduce_attention(queries, keys, valid, scale, softcap, "sum")
+        return sums if earlier is None else sums.add_(earlier)
+
+    def reduce(self, sums: Tensor) -> Tensor:
+        return _reduce_group(sums, self.group_reduce)
 
 
 @dataclass(frozen=True)
@@ -150,28 +190,32 @@ def _reduce_attention(
     scale: float,
     softcap: float | None,
     query_reduce: Literal["mean", "max", "sum"],
-    group_reduce: Reduction,
 ) -> Tensor:
-    """Reduce the causal softmax over queries, then over the query heads of each KV head.
+    """Reduce the causal softmax over queries.
 
     Queries are the last ones of the sequence, so query i of W sees tokens up to N - W + i.
-    Returns float32 `[batch, kv_heads, N]`. Queries that are padding do not vote.
+    Returns float32 `[batch, kv_heads, group, N]`, with the query heads of each KV head one by one.
+    Queries that are padding do not vote.
     """
     batch, query_heads, count, head_dim = queries.shape
     _, kv_heads, tokens, _ = keys.shape
     group = query_heads // kv_heads
     grouped = queries.reshape(batch, kv_heads, group, count, head_dim)
-    result = torch.empty((batch, kv_heads, tokens), dtype=torch.float32, device=keys.device)
+    shape = (batch, kv_heads, group, tokens)
+    result = torch.empty(shape, dtype=torch.float32, device=keys.device)
     head_step = max(1, WORKSPACE_BYTES // (4 * group * count * tokens))
     for row in range(batch):
         row_valid = None if valid is None else valid[row]
         for head in range(0, kv_heads, head_step):
             heads = slice(head, head + head_step)
-            reduced = _reduce_queries(
+            result[row, heads] = _reduce_queries(
                 grouped[row, heads], keys[row, heads], row_valid, scale, softcap, query_reduce
-            )  # [heads, group, N]
-            result[row, heads] = reduced.amax(1) if group_reduce == "max" else reduced.mean(1)
+            )
     return result
+
+
+def _reduce_group(by_head: Tensor, group_reduce: Reduction) -> Tensor:
+    return by_head.amax(2) if group_reduce == "max" else by_head.mean(2)
 
 
 def _reduce_queries(

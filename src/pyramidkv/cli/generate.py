@@ -87,7 +87,7 @@ def generate(
     output: Annotated[Path | None, typer.Option(help="Write the record as JSON.")] = None,
 ) -> None:
     """Generate from a prompt with a compressed KV cache."""
-    options = {
+    options: dict[str, Any] = {
         "window_size": window_size,
         "sink_tokens": sink_tokens,
         "pooling": pooling,
