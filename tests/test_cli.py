@@ -270,7 +270,9 @@ def test_the_output_follows_links_and_never_replaces_the_prompt(
     prompt.write_text(words(60))
     link.symlink_to(target)
     arguments = [*small(model_folder), "--prompt-file", prompt, "--output"]
-    assert_one_sentence(Outcome(capsys, monkeypatch, *arguments, prompt), "is the prompt's file")
+    assert_one_sentence(
+        Outcome(capsys, monkeypatch, *arguments, prompt), "is the file that is read"
+    )
     assert prompt.read_text() == words(60)
     assert Outcome(capsys, monkeypatch, *arguments, link).exit_code == 0
     assert link.is_symlink()

@@ -11,7 +11,8 @@ from tiny import tiny_model
 
 import pyramidkv
 from pyramidkv.errors import CacheStateError, PromptError
-from pyramidkv.generation import common_prefix, encode_prompt, measure_cache
+from pyramidkv.generation import measure_cache
+from pyramidkv.prompts import common_prefix, encode_prompt
 from pyramidkv.records import format_bytes, write_json
 
 SETTINGS = {"budget": 20, "window_size": 6, "kernel_size": 5, "max_new_tokens": 8}

@@ -52,14 +52,7 @@ def steps_of(model, cache, mask, steps):
 
 
 def make_cache(model, compression):
-    return pyramidkv.CompressedCache(
-        model,
-        compression.method,
-        compression.budget,
-        compression.compression_ratio,
-        decode_budget=compression.decode_budget,
-        decode_interval=compression.decode_interval,
-    )
+    return pyramidkv.CompressedCache(model, compression.method, **compression.amounts)
 
 
 def assert_same_in_pieces(model, compression, lengths, sizes, question=0, steps=None):

@@ -10,8 +10,10 @@ if TYPE_CHECKING:
     from .attention import AttentionError
     from .budgets import BudgetError
     from .cache import CompressedCache
+    from .chat import Chat
+    from .context import CompressedContext, compress_context
     from .engine import compress
-    from .errors import CacheStateError, PromptError, PyramidKVError
+    from .errors import CacheStateError, ContextFileError, PromptError, PyramidKVError
     from .generation import Generation, generate
     from .methods import METHODS, Compression, Method, MethodError, get_method
     from .support import SUPPORTED_MODEL_TYPES, UnsupportedModelError
@@ -23,8 +25,10 @@ _HOMES = {
     "attention": ("AttentionError",),
     "budgets": ("BudgetError",),
     "cache": ("CompressedCache",),
+    "chat": ("Chat",),
+    "context": ("CompressedContext", "compress_context"),
     "engine": ("compress",),
-    "errors": ("CacheStateError", "PromptError", "PyramidKVError"),
+    "errors": ("CacheStateError", "ContextFileError", "PromptError", "PyramidKVError"),
     "generation": ("Generation", "generate"),
     "methods": ("METHODS", "Compression", "Method", "MethodError", "get_method"),
     "support": ("SUPPORTED_MODEL_TYPES", "UnsupportedModelError"),
@@ -37,8 +41,11 @@ __all__ = [
     "AttentionError",
     "BudgetError",
     "CacheStateError",
+    "Chat",
     "CompressedCache",
+    "CompressedContext",
     "Compression",
+    "ContextFileError",
     "Generation",
     "Method",
     "MethodError",
@@ -47,6 +54,7 @@ __all__ = [
     "UnsupportedModelError",
     "__version__",
     "compress",
+    "compress_context",
     "generate",
     "get_method",
 ]

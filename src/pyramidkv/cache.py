@@ -50,6 +50,7 @@ class CompressedCache(Cache):
 
     _plan: CachePlan
     _config: PreTrainedConfig
+    _dtype: torch.dtype
     _held: weakref.ref[PreTrainedModel] | None  # the model, if this cache keeps it switched
 
     def __init__(
@@ -114,6 +115,7 @@ class CompressedCache(Cache):
         """Return an independent copy, such as for several questions on one prompt."""
         result = type(self).__new__(type(self))
         memo[id(self)] = result
+        memo[id(self._plan)] = self._plan.copy()
         for name, value in vars(self).items():
             shared = name in ("_config", "_held")
             setattr(result, name, value if shared else copy.deepcopy(value, memo))
@@ -130,7 +132,7 @@ class CompressedCache(Cache):
     ) -> None:
         full = full_attention_layers(model.config)
         compression.check(len(full))
-        self._config = model.config
+        self._config, self._dtype = model.config, model.dtype
         self._held = None
         self._plan = CachePlan(compression, len(full), on_layer)
         if compression.method.renumber:
@@ -227,10 +229,106 @@ class CompressedCache(Cache):
             raise CacheStateError("the prompt has not been processed yet, or not all of it")
         layers: list[Any] = self.layers
         for layer in layers:
-            if getattr(layer, "record_past", False):
+            if type(layer) is not DynamicSlidingWindowLayer or not layer.is_initialized:
+                continue
+            if layer.record_past:
                 layer.crop(-self._plan.question)
                 layer.record_past = False
+            held: tuple[Any, Any] = layer.keys, layer.values
+            layer.keys, layer.values = (states.clone() for states in held)  # were views of all
         self._plan.end_prompt()
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return all that is held of a prompt of one row, by name, for `from_tensors`.
+
+        Raises:
+            CacheStateError: there is no prompt, or tokens follow it, or several rows; or a layer
+                is of a kind that cannot be saved.
+        """
+        plan = self._plan
+        if not plan.complete or len(plan.lengths) != 1 or plan.seen != plan.lengths:
+            raise CacheStateError("only a cache of one prompt, with nothing after it, can be saved")
+        layers: list[Any] = self.layers
+        result: dict[str, Tensor] = {}
+        for index, layer in enumerate(layers):
+            held: dict[str, Any]
+            if isinstance(layer, CompressedLayer):
+                held = layer.tensors()
+            elif type(layer) is DynamicSlidingWindowLayer:
+                held = {"keys": layer.keys, "values": layer.values}
+            else:
+                raise CacheStateError(
+                    f"layer {index} of this model is a {type(layer).__name__}, which cannot be "
+                    "saved"
+                )
+            result.update({f"layers.{index}.{name}": tensor for name, tensor in held.items()})
+        return result
+
+    @classmethod
+    def from_tensors(
+        cls,
+        model: PreTrainedModel,
+        compression: Compression,
+        tensors: dict[str, Tensor],
+        length: int,
+        schedule: list[int],
+    ) -> CompressedCache:
+        """Return a cache that holds what `tensors` gave out; keys and values are not copied.
+
+        Args:
+            model, compression: those it was made with.
+            tensors: each on the device of its layer.
+            length: the prompt's tokens.
+            schedule: tokens each full-attention layer kept.
+
+        Raises:
+            ValueError: names, shapes or types do not fit the model.
+        """
+        cache = cls.for_switched_model(model, compression)
+        cache._restore(tensors, length, schedule)
+        cache._hold(model)
+        return cache
+
+    def _restore(self, tensors: dict[str, Tensor], length: int, schedule: list[int]) -> None:
+        config = self._config
+        heads = config.num_key_value_heads
+        size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        compressed = self.compressed_layers
+        whole = all(type(kept) is int and 0 < kept <= length for kept in schedule)
+        if len(schedule) != len(compressed) or not whole:
+            raise ValueError(f"its schedule does not fit {len(compressed)} layers")
+        remaining = dict(tensors)
+        layers: list[Any] = self.layers
+        for index, layer in enumerate(layers):
+            held = {
+                name: remaining.pop(f"layers.{index}.{name}")
+                for name in ("keys", "values", "positions", "queries", "sums")
+                if f"layers.{index}.{name}" in remaining
+            }
+            if isinstance(layer, CompressedLayer):
+                rows = schedule[layer.index]
+            else:
+                rows = min(length, layer.sliding_window - 1)
+            shapes = {"keys": (1, heads, rows, size), "values": (1, heads, rows, size)}
+            queries = config.num_attention_heads
+            if self.compression.decode_budget is not None:
+                shapes["queries"] = (1, queries, held.get("queries", held["keys"]).shape[2], size)
+                shapes["sums"] = (1, heads, queries // heads, rows)
+            for name, tensor in held.items():
+                kind = torch.float32 if name == "sums" else self._dtype
+                if name != "positions" and (
+                    tensor.shape != shapes.get(name) or tensor.dtype != kind
+                ):
+                    raise ValueError(f"the {name} of layer {index} have another shape or type")
+            if isinstance(layer, CompressedLayer):
+                layer.restore(held, length)
+            else:  # a sliding window's
+                layer.lazy_initialization(held["keys"], held["values"])
+                layer.keys, layer.values = held["keys"], held["values"]
+                layer.cumulative_length = length
+        if remaining:
+            raise ValueError(f"it has a tensor of unknown purpose: {min(remaining)}")
+        self._plan.restore(length, schedule)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last `-tokens_to_remove` tokens, if they came after the prompt."""

@@ -13,3 +13,7 @@ class PromptError(PyramidKVError, ValueError):
 
 class CacheStateError(PyramidKVError, RuntimeError):
     """The cache cannot do this in its present state; the message says what to do instead."""
+
+
+class ContextFileError(PyramidKVError, OSError):
+    """A saved context that cannot be written, or cannot be used; the message says why."""

@@ -4,19 +4,26 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
+from transformers import (
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    StoppingCriteria,
+    StoppingCriteriaList,
+    TextStreamer,
+)
 
 from .cache import CompressedCache
 from .engine import cache_parameter
 from .errors import CacheStateError, PromptError
 from .measure import PeakMemory, machine, versions
-from .methods import Method
+from .methods import Compression, Method
+from .prompts import check_chunk, check_settings, context_length, encode_prompt
 
 
 @dataclass(frozen=True)
@@ -35,60 +42,6 @@ class Generation:
     record: dict[str, Any]
 
 
-def encode_prompt(
-    tokenizer: PreTrainedTokenizerBase,
-    prompt: str,
-    chat: bool | None = None,
-    context_length: int | None = None,
-    max_new_tokens: int = 0,
-) -> Tensor:
-    """Return the prompt's token ids, `[1, tokens]`.
-
-    Args:
-        prompt: the user's text.
-        chat: put it into the model's chat template; by default if the tokenizer has one.
-        context_length: the most tokens the model takes, generated ones included.
-        max_new_tokens: tokens that are to be generated.
-
-    Raises:
-        PromptError: the prompt is empty or too long, or there is no chat template.
-    """
-    if not prompt.strip():
-        raise PromptError("the prompt is empty; give some text")
-    if chat is None:
-        chat = tokenizer.chat_template is not None
-    if chat:
-        if tokenizer.chat_template is None:
-            raise PromptError("this model's tokenizer has no chat template; use --no-chat")
-        message = [{"role": "user", "content": prompt}]
-        prompt = tokenizer.apply_chat_template(  # type: ignore[assignment]
-            message, add_generation_prompt=True, tokenize=False
-        )
-    encoded = tokenizer(prompt, add_special_tokens=not chat, return_tensors="pt", verbose=False)
-    ids: Tensor = encoded["input_ids"]
-    if context_length is not None and ids.shape[1] + max_new_tokens > context_length:
-        raise PromptError(
-            f"the prompt has {ids.shape[1]:,} tokens and {max_new_tokens:,} are to be generated, "
-            f"but this model's context is {context_length:,} tokens; shorten the prompt or "
-            "generate less"
-        )
-    return ids
-
-
-def check_settings(max_new_tokens: int, temperature: float) -> None:
-    """Raise `PromptError` if nothing is to be generated or the temperature is none."""
-    if max_new_tokens < 1:
-        raise PromptError(f"max_new_tokens is {max_new_tokens}; it must be at least 1")
-    if not 0 <= temperature < float("inf"):
-        raise PromptError(f"temperature is {temperature}; it must be 0 or a positive number")
-
-
-def context_length(config: PreTrainedConfig) -> int | None:
-    """Return the most tokens a model takes, or None if its configuration does not say."""
-    length = getattr(config, "max_position_embeddings", None)
-    return None if length is None else int(length)
-
-
 def generate(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
@@ -97,6 +50,9 @@ def generate(
     budget: int | None = None,
     compression_ratio: float | None = None,
     *,
+    decode_budget: int | None = None,
+    decode_interval: int | None = None,
+    prefill_chunk: int | None = None,
     max_new_tokens: int = 128,
     chat: bool | None = None,
     temperature: float = 0.0,
@@ -109,7 +65,10 @@ def generate(
     Args:
         model, tokenizer: from transformers.
         prompt: the user's text; with `chat` it is put into the chat template (default: if any).
-        method, budget, compression_ratio, options: see `CompressedCache`.
+        method, budget, compression_ratio, decode_budget, decode_interval, options: see
+            `CompressedCache`.
+        prefill_chunk: process the prompt in pieces of this many tokens, so that no layer ever
+            holds more than its share and one piece; by default in one.
         max_new_tokens: where to stop at the latest.
         temperature: 0 decodes greedily; above 0 samples.
         on_text: called with each piece of text as it is produced.
@@ -122,37 +81,37 @@ def generate(
     ids = encode_prompt(tokenizer, prompt, chat, context_length(model.config), max_new_tokens)
     ids = ids.to(model.device)
     own_implementation = model.config._attn_implementation
-    cache = CompressedCache(model, method, budget, compression_ratio, on_layer=on_layer, **options)
-    stream = _MeasuringStream(tokenizer, cache, on_text)
-    sampling = {"do_sample": True, "temperature": temperature} if temperature else _GREEDY
+    cache = CompressedCache(
+        model,
+        method,
+        budget,
+        compression_ratio,
+        decode_budget=decode_budget,
+        decode_interval=decode_interval,
+        on_layer=on_layer,
+        **options,
+    )
+    pieces = plan_pieces(ids.shape[1], prefill_chunk, cache.compression)
     peak = PeakMemory(model.device)
     peak.start()
-    stream.begin()
-    with torch.inference_mode():
-        output = model.generate(  # type: ignore[operator]
-            input_ids=ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=max_new_tokens,
-            eos_token_id=_stop_tokens(model, tokenizer),
-            pad_token_id=_pad_token(tokenizer),
-            streamer=stream,
-            **sampling,
-            **{cache_parameter(model): cache},
-        )
+    stream = MeasuringStream(tokenizer, cache, on_text)
+    mask = torch.ones_like(ids)
+    cache.expect_prompt(mask)
+    process(model, cache, ids, mask, pieces[:-1])
+    output = decode(model, tokenizer, cache, ids, mask, stream, max_new_tokens, temperature)
     peak_bytes = peak.bytes()
-    new_ids = output[0, ids.shape[1] :].tolist()
+    new_ids = output[0].tolist()
     text: str = tokenizer.decode(new_ids, skip_special_tokens=True)  # type: ignore[assignment]
     record = {
-        "versions": versions(),
-        "machine": machine(model.device),
-        "model": _describe(model, cache, own_implementation),
-        "compression": cache.compression.parameters(),
+        **describe_run(model, cache, own_implementation),
         "max_new_tokens": max_new_tokens,
         "temperature": temperature,
         "generation_config": model.generation_config.to_diff_dict(),
         "prompt_tokens": ids.shape[1],
+        "prefill_chunk": prefill_chunk,
         "generated_tokens": len(new_ids),
         **stream.cache_after_prompt,
+        "kept_lengths_at_end": [kept[0] for kept in cache.kept_lengths()],
         "kv_bytes_at_end": cache.kv_bytes,
         "peak_memory_bytes": peak_bytes,
         "peak_memory_kind": peak.kind,
@@ -164,6 +123,104 @@ def generate(
     return Generation(text, new_ids, record)
 
 
+def plan_pieces(
+    tokens: int, chunk: int | None, compression: Compression, question: int = 0
+) -> list[int]:
+    """Return the sizes of the pieces a prompt is processed in, none above `chunk`.
+
+    The last `question` tokens come in one piece.
+
+    Raises:
+        PromptError: the size is no size, or the question is longer.
+        MethodError: the method cannot take a prompt in pieces.
+    """
+    check_chunk(chunk)
+    if chunk is None:
+        return [tokens]
+    compression.method.require("prefill chunks")
+    if question > chunk:
+        raise PromptError(
+            f"the question has {question} tokens, but prefill_chunk is {chunk}; a question that "
+            "votes must fit into one piece"
+        )
+    starts = list(range(0, tokens, chunk))
+    if starts[-1] > tokens - question:
+        starts[-1] = tokens - question
+    return [end - start for start, end in zip(starts, [*starts[1:], tokens], strict=True)]
+
+
+def process(
+    model: PreTrainedModel,
+    cache: CompressedCache,
+    ids: Tensor,
+    mask: Tensor,
+    pieces: Sequence[int],
+) -> None:
+    """Pass the first tokens of `ids` through the model's decoder, piece by piece.
+
+    Args:
+        ids, mask: `[batch, tokens]`.
+        pieces: how many tokens at a time; their sum may be below `tokens`.
+    """
+    decoder = model.get_decoder()
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    start = 0
+    with torch.inference_mode():
+        for size in pieces:
+            end = start + size
+            decoder(
+                input_ids=ids[:, start:end],
+                attention_mask=mask[:, :end],
+                position_ids=positions[:, start:end],
+                use_cache=True,
+                **{cache_parameter(decoder): cache},
+            )
+            start = end
+
+
+def decode(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    cache: CompressedCache,
+    ids: Tensor,
+    mask: Tensor,
+    stream: MeasuringStream | None,
+    max_new_tokens: int,
+    temperature: float,
+    stop: Callable[[], bool] | None = None,
+) -> Tensor:
+    """Generate from what the cache has not seen yet of `ids`; returns the new ids `[batch, n]`.
+
+    Args:
+        ids, mask: `[batch, tokens]`, of everything seen and new.
+        stop: asked after each token; True ends the generation.
+    """
+    sampling = {"do_sample": True, "temperature": temperature} if temperature else _GREEDY
+    criteria = [] if stop is None else [_Stop(stop)]
+    with torch.inference_mode():
+        output = model.generate(  # type: ignore[operator]
+            input_ids=ids,
+            attention_mask=mask,
+            max_new_tokens=max_new_tokens,
+            eos_token_id=stop_tokens(model, tokenizer),
+            pad_token_id=pad_token(tokenizer),
+            streamer=stream,
+            stopping_criteria=StoppingCriteriaList(criteria),
+            **sampling,
+            **{cache_parameter(model): cache},
+        )
+    new: Tensor = output[:, ids.shape[1] :]
+    return new
+
+
+class _Stop(StoppingCriteria):
+    def __init__(self, stop: Callable[[], bool]):
+        self._stop = stop
+
+    def __call__(self, input_ids: Any, scores: Any, **kwargs: Any) -> Any:
+        return torch.full((input_ids.shape[0],), self._stop(), device=input_ids.device)
+
+
 _GREEDY: dict[str, Any] = {
     "do_sample": False,
     "temperature": None,
@@ -172,8 +229,8 @@ _GREEDY: dict[str, Any] = {
 }  # without the Nones, a model's own sampling settings would be warned about
 
 
-class _MeasuringStream(TextStreamer):
-    """Passes text on as it comes and notes the time of each token."""
+class MeasuringStream(TextStreamer):
+    """Passes text on as it comes and notes the time of each token; time counts from its making."""
 
     def __init__(
         self,
@@ -184,11 +241,8 @@ class _MeasuringStream(TextStreamer):
         super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
         self._cache = cache
         self._on_text = on_text
-        self._times: list[float] = []
-        self.cache_after_prompt: dict[str, Any] = {}
-
-    def begin(self) -> None:
         self._times = [time.perf_counter()]
+        self.cache_after_prompt: dict[str, Any] = {}
 
     def put(self, value: Tensor) -> None:
         if not self.next_tokens_are_prompt:
@@ -234,13 +288,17 @@ def measure_cache(cache: CompressedCache) -> dict[str, Any]:
     }
 
 
-def _describe(
+def describe_run(
     model: PreTrainedModel, cache: CompressedCache, implementation: str
 ) -> dict[str, Any]:
+    """Describe what a run depends on: versions, machine, model and compression.
+
+    `implementation` is the model's own attention implementation.
+    """
     config = model.config
     keys = cache.compressed_layers[0].keys
     assert keys is not None
-    return {
+    described = {
         "name": config._name_or_path,
         "model_type": config.model_type,
         "layers": config.num_hidden_layers,
@@ -250,22 +308,22 @@ def _describe(
         "dtype": str(keys.dtype).removeprefix("torch."),
         "attn_implementation": implementation,
     }
+    return {
+        "versions": versions(),
+        "machine": machine(model.device),
+        "model": described,
+        "compression": cache.compression.parameters(),
+    }
 
 
-def _stop_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int] | None:
+def stop_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int] | None:
+    """Return every token that ends an answer: the model's own and the tokenizer's."""
     own = model.generation_config.eos_token_id
     stops = set(own if isinstance(own, list) else [own]) | {tokenizer.eos_token_id}
     return sorted(token for token in stops if isinstance(token, int)) or None
 
 
-def _pad_token(tokenizer: PreTrainedTokenizerBase) -> int | None:
+def pad_token(tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """Return a token to pad with."""
     pad = tokenizer.pad_token_id
     return pad if isinstance(pad, int) else tokenizer.eos_token_id
-
-
-def common_prefix(first: list[int], second: list[int]) -> int:
-    """Return after how many tokens two generations part; the shorter's length if they do not."""
-    for index, (a, b) in enumerate(zip(first, second, strict=False)):
-        if a != b:
-            return index
-    return min(len(first), len(second))

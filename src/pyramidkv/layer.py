@@ -92,6 +92,17 @@ class CompressedLayer(CacheLayerMixin):
         setattr(keys, LAYER_TAG, self)
         return keys, values
 
+    @_for_later_passes
+    def __deepcopy__(self, memo: dict[int, Any]) -> CompressedLayer:
+        """Return an independent copy; its plan is the copy that `memo` has of this one's."""
+        result = CompressedLayer(self.index, memo.get(id(self._plan)) or self._plan.copy())
+        memo[id(self)] = result
+        result.is_initialized, result._tokens_seen = self.is_initialized, self._tokens_seen
+        result._storage = None if self._storage is None else self._storage.copy()
+        result._positions = None if self._positions is None else self._positions.clone()
+        result._votes = self._votes.copy()
+        return result
+
     def get_seq_length(self) -> int:
         """Return the tokens seen, which is the next position; not the stored rows."""
         return self._tokens_seen
@@ -215,7 +226,9 @@ class CompressedLayer(CacheLayerMixin):
             assert self._storage is not None
             votes.align(self._storage.align(), keys.shape[2])
             keys, values = self._storage.keys, self._storage.values
-        voters = votes.join(queries, now.new, now.voters) if plan.score is not None else queries
+        voters = queries
+        if plan.score is not None and (now.votes or plan.remembers):
+            voters = votes.join(queries, now.new, now.voters)
         summing = plan.accumulates and (plan.remembers or votes.summing)
         if summing and now.votes:
             votes.prepare_sums(queries, keys)
@@ -327,6 +340,35 @@ class CompressedLayer(CacheLayerMixin):
     def values(self) -> Tensor | None:  # type: ignore[override]
         """The stored values, `[batch, kv_heads, rows, head_dim]`; None before the prompt."""
         return None if self._storage is None else self._storage.values
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return what this layer holds of a prompt, by name, to be given to `restore`."""
+        assert self._storage is not None
+        held = {"keys": self._storage.keys, "values": self._storage.values, **self._votes.tensors()}
+        return held if self._positions is None else {**held, "positions": self._positions}
+
+    def restore(self, held: dict[str, Tensor], tokens_seen: int) -> None:
+        """Hold these tensors, themselves, as after a prompt of one row and this many tokens.
+
+        Raises:
+            ValueError: positions are none, or do not fit.
+        """
+        kept = held["keys"].shape[2]
+        positions = held.get("positions")
+        if positions is None:
+            if kept != tokens_seen:
+                raise ValueError(f"layer {self.index} lacks the positions of its tokens")
+        elif positions.dtype != torch.int32 or positions.shape != held["keys"].shape[:3]:
+            raise ValueError(f"layer {self.index} has positions of another shape or type")
+        elif not (
+            bool((positions.diff(dim=-1) > 0).all())
+            and int(positions.min()) >= 0
+            and int(positions.max()) < tokens_seen
+        ):
+            raise ValueError(f"layer {self.index} has positions that do not ascend in the prompt")
+        self._storage = RowStorage.holding(held["keys"], held["values"])
+        self._positions, self._tokens_seen, self.is_initialized = positions, tokens_seen, True
+        self._votes.restore(held)
 
     @property
     def allocated_bytes(self) -> int:

@@ -8,7 +8,7 @@ and printing schedules stay fast.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -307,10 +307,27 @@ class Compression:
             except ValueError as error:
                 raise MethodError(str(error)) from None
 
+    @classmethod
+    def from_parameters(cls, parameters: Mapping[str, Any]) -> Compression:
+        """Return the compression whose `parameters()` these are.
+
+        Raises:
+            MethodError, BudgetError: they are those of none.
+        """
+        chosen = dict(parameters)
+        name = chosen.pop("method", None)
+        amounts = {key: chosen.pop(key, None) for key in cls(METHODS["full"]).amounts}
+        defaults = get_method(str(name)).options
+        for key, value in list(chosen.items()):
+            value = tuple(value) if isinstance(value, list) else value
+            if hasattr(defaults, key) and value == getattr(defaults, key):
+                del chosen[key]
+            else:
+                chosen[key] = value
+        return make_compression(str(name), **amounts, **chosen)
+
     def _check_decoding(self) -> None:
         if self.decode_budget is None:
-            if self.decode_interval != DECODE_INTERVAL:
-                raise MethodError("a decode interval means nothing without a decode budget")
             return
         self.method.require("decode budget")
         for name, value in (
@@ -372,15 +389,19 @@ class Compression:
         if self.decode_budget is not None:
             self.decode_schedule(layers, self.decode_budget)
 
-    def parameters(self) -> dict[str, Any]:
-        """Return everything that was chosen, as plain values for a record."""
-        chosen: dict[str, Any] = {
-            "method": self.method.name,
+    @property
+    def amounts(self) -> dict[str, Any]:
+        """How much is kept, as the arguments that `make_compression` takes."""
+        return {
             "budget": self.budget,
             "compression_ratio": self.compression_ratio,
             "decode_budget": self.decode_budget,
             "decode_interval": None if self.decode_budget is None else self.decode_interval,
         }
+
+    def parameters(self) -> dict[str, Any]:
+        """Return everything that was chosen, as plain values for a record."""
+        chosen: dict[str, Any] = {"method": self.method.name, **self.amounts}
         for name in sorted(self.method.settable):
             chosen[name] = getattr(self.method.options, name)
         return chosen
@@ -503,6 +524,8 @@ def make_compression(
         method = method.with_options(**options)
     if decode_budget is not None and budget is None and compression_ratio is None:
         budget = decode_budget
+    if decode_interval is not None and decode_budget is None:
+        raise MethodError("a decode interval means nothing without a decode budget; give both")
     interval = DECODE_INTERVAL if decode_interval is None else decode_interval
     return Compression(method, budget, compression_ratio, decode_budget, interval)
 

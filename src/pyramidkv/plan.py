@@ -5,6 +5,7 @@ All of it is plain numbers on the host: layers never wait for a device to learn 
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -151,6 +152,13 @@ class CachePlan:
         self.schedules = [known[length] for length in lengths]
         self.kept = [[0] * self.layer_count for _ in lengths]
         self.seen, self.since, self.pending = ([0] * len(lengths) for _ in range(3))
+
+    def restore(self, length: int, schedule: list[int]) -> None:
+        """Take over a prompt of one row that was processed elsewhere."""
+        self._set_prompt([length], length)
+        self.schedules = [list(schedule)]
+        self.kept = [list(schedule)]
+        self.seen, self.columns_seen, self.prompt_ended = [length], length, True
 
     def begin(self, layer: int, tokens: int) -> ForwardPass:
         """Note that a layer takes part in a forward pass; each does so in turn, or none.
@@ -332,6 +340,14 @@ class CachePlan:
         """Note that each row's last tokens, all of them since the last eviction, are removed."""
         self.seen = [a - b for a, b in zip(self.seen, tokens, strict=True)]
         self.since = [a - b for a, b in zip(self.since, tokens, strict=True)]
+
+    def copy(self) -> CachePlan:
+        """Return an independent copy; progress is not reported for it."""
+        result = CachePlan(self.compression, self.layer_count)
+        for name, value in vars(self).items():
+            if name not in ("on_layer", "freed"):
+                setattr(result, name, copy.deepcopy(value) if type(value) is list else value)
+        return result
 
     def take_rows(self, rows: list[int]) -> None:
         """Keep these rows of the batch, in this order, some perhaps several times."""

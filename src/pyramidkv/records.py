@@ -4,8 +4,31 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Yield a temporary file's path beside `path`, which it replaces if the block succeeds.
+
+    Whatever happens meanwhile, `path` has its old content or all of the new one. A link's target
+    is written, not the link.
+
+    Raises:
+        OSError: the folder does not exist or cannot be written.
+    """
+    path = path.resolve()
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        yield temporary
+        with temporary.open("rb") as file:
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -14,13 +37,8 @@ def write_json(path: Path, value: Any) -> None:
     Raises:
         OSError: the folder does not exist or cannot be written.
     """
-    path = path.resolve()
-    temporary = path.with_name(f".pyramidkv-{os.getpid()}.tmp")
-    try:
+    with replacing(path) as temporary:
         temporary.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", "utf-8")
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def format_bytes(count: int) -> str:

@@ -134,6 +134,15 @@ class Votes:
         self._queries = None if self._queries is None else take(self._queries)
         self._sums = None if self._sums is None else take(self._sums)
 
+    def tensors(self) -> dict[str, Tensor]:
+        """Return what is held, by name, to be given to `restore`."""
+        held = {"queries": self._queries, "sums": self._sums}
+        return {name: tensor for name, tensor in held.items() if tensor is not None}
+
+    def restore(self, held: dict[str, Tensor]) -> None:
+        """Hold these tensors, themselves."""
+        self._queries, self._sums = held.get("queries"), held.get("sums")
+
     def copy(self) -> Votes:
         """Return an independent copy."""
         result = Votes(self._score)

@@ -7,6 +7,8 @@ import sys
 import typer
 
 from ..errors import PyramidKVError
+from .ask import ask
+from .chat import chat
 from .demo import demo
 from .generate import generate
 from .methods import methods
@@ -19,6 +21,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command()(generate)
+app.command()(ask)
+app.command()(chat)
 app.command()(methods)
 app.command()(demo)
 

@@ -38,7 +38,7 @@ def demo(
 
     quiet_transformers()
     from .. import loading
-    from ..generation import encode_prompt
+    from ..prompts import encode_prompt
 
     name = loading.demo_model()
     messages = display.console(stderr=True)

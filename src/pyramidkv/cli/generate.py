@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..methods import Compression, describe_total, make_compression
-from . import display, inputs
+from . import display, inputs, options
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def generate(
-    model: Annotated[str, typer.Option(help="Hub id, model folder or GGUF file.")],
+    model: options.Model,
     source: Annotated[
         str | None, typer.Argument(metavar="[-]", help="- reads the prompt from standard input.")
     ] = None,
@@ -26,88 +26,44 @@ def generate(
     prompt_file: Annotated[
         Path | None, typer.Option(help="A UTF-8 file with the prompt; - is standard input.")
     ] = None,
-    method: Annotated[str, typer.Option(help="See `pyramidkv methods`.")] = "pyramidkv",
-    budget: Annotated[
-        int | None,
-        typer.Option(help="Tokens kept per layer on average, sinks and window included."),
-    ] = None,
-    compression_ratio: Annotated[
-        float | None,
-        typer.Option(help="Fraction of the prompt removed, instead of a budget: 0.9 keeps 10%."),
-    ] = None,
-    window_size: Annotated[
-        int | None, typer.Option(help="Last prompt tokens, always kept; their queries vote.")
-    ] = None,
-    sink_tokens: Annotated[int | None, typer.Option(help="First tokens, always kept.")] = None,
-    pooling: Annotated[str | None, typer.Option(help="max or avg.")] = None,
-    kernel_size: Annotated[
-        int | None, typer.Option(help="Odd width of the pooling; 1 is none.")
-    ] = None,
-    group_reduce: Annotated[
-        str | None, typer.Option(help="mean or max over query heads that share a KV head.")
-    ] = None,
-    window_reduce: Annotated[
-        str | None, typer.Option(help="mean or max over the window's queries.")
-    ] = None,
-    value_norm: Annotated[
-        bool | None,
-        typer.Option("--value-norm/--no-value-norm", help="Weight scores by value norms."),
-    ] = None,
-    allocation: Annotated[str | None, typer.Option(help="uniform, pyramid, power or list.")] = None,
-    beta: Annotated[
-        float | None, typer.Option(help="Steepness of the pyramid, from 1 (uniform).")
-    ] = None,
-    gamma: Annotated[float | None, typer.Option(help="Exponent of the power law.")] = None,
-    c_max: Annotated[int | None, typer.Option(help="Lowest layer of the power law.")] = None,
-    c_min: Annotated[int | None, typer.Option(help="Highest layer of the power law.")] = None,
-    layer_budgets: Annotated[
-        str | None, typer.Option(help="Budgets layer by layer, such as 400,200,100.")
-    ] = None,
-    max_new_tokens: Annotated[int, typer.Option(help="Where to stop at the latest.")] = 128,
-    temperature: Annotated[float, typer.Option(help="0 is greedy; above 0 samples.")] = 0.0,
-    seed: Annotated[int, typer.Option(help="Seed for sampling.")] = 0,
-    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
-    device: Annotated[str | None, typer.Option(help="Such as cpu or cuda:0.")] = None,
-    device_map: Annotated[
-        str | None, typer.Option(help="Such as auto, to spread layers over devices.")
-    ] = None,
-    attn_implementation: Annotated[
-        str | None, typer.Option(help="sdpa, eager or flash_attention_2.")
-    ] = None,
-    chat: Annotated[
-        bool | None,
-        typer.Option("--chat/--no-chat", help="Use the chat template [default: if there is one]."),
-    ] = None,
+    method: options.MethodName = "pyramidkv",
+    budget: options.Budget = None,
+    compression_ratio: options.CompressionRatio = None,
+    decode_budget: options.DecodeBudget = None,
+    decode_interval: options.DecodeInterval = None,
+    prefill_chunk: options.PrefillChunk = None,
+    window_size: options.WindowSize = None,
+    sink_tokens: options.SinkTokens = None,
+    pooling: options.PoolingKind = None,
+    kernel_size: options.KernelSize = None,
+    group_reduce: options.GroupReduce = None,
+    window_reduce: options.WindowReduce = None,
+    value_norm: options.ValueNorm = None,
+    allocation: options.AllocationKind = None,
+    beta: options.Beta = None,
+    gamma: options.Gamma = None,
+    c_max: options.CMax = None,
+    c_min: options.CMin = None,
+    layer_budgets: options.LayerBudgets = None,
+    max_new_tokens: options.MaxNewTokens = 128,
+    temperature: options.Temperature = 0.0,
+    seed: options.Seed = 0,
+    dtype: options.Dtype = "auto",
+    device: options.Device = None,
+    device_map: options.DeviceMap = None,
+    attn_implementation: options.AttnImplementation = None,
+    chat: options.UseChat = None,
     compare: Annotated[
         bool, typer.Option("--compare", help="Run the full cache too and show both.")
     ] = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Show the schedule; load no weights.")
     ] = False,
-    output: Annotated[Path | None, typer.Option(help="Write the record as JSON.")] = None,
+    output: options.Output = None,
 ) -> None:
     """Generate from a prompt with a compressed KV cache."""
-    options: dict[str, Any] = {
-        "window_size": window_size,
-        "sink_tokens": sink_tokens,
-        "pooling": pooling,
-        "kernel_size": kernel_size,
-        "group_reduce": group_reduce,
-        "window_reduce": window_reduce,
-        "value_norm": value_norm,
-        "allocation": allocation,
-        "beta": beta,
-        "gamma": gamma,
-        "c_max": c_max,
-        "c_min": c_min,
-        "layer_budgets": inputs.layer_budgets(layer_budgets),
-    }
-    compression = make_compression(
-        method,
-        budget,
-        compression_ratio,
-        **{name: value for name, value in options.items() if value is not None},
-    )
+    given = dict(locals())
+    compression = options.compression_from(given)
     inputs.check_seed(seed)
     text = inputs.read_prompt(prompt, prompt_file, source)
     inputs.check_output(output, prompt_file)
@@ -118,29 +74,25 @@ def generate(
 
     quiet_transformers()
     # From here on torch and transformers are needed.
-    from .. import generation, loading
+    from .. import loading, prompts
     from ..support import full_attention_layers
 
     config = loading.load_config(model)
     layers = full_attention_layers(config)
     tokenizer = loading.load_tokenizer(model)
-    limit = generation.context_length(config)
-    generation.check_settings(max_new_tokens, temperature)
-    ids = generation.encode_prompt(tokenizer, text, chat, limit, max_new_tokens)
+    limit = prompts.context_length(config)
+    prompts.check_settings(max_new_tokens, temperature)
+    prompts.check_chunk(prefill_chunk)
+    ids = prompts.encode_prompt(tokenizer, text, chat, limit, max_new_tokens)
     schedule = compression.schedule(len(layers), ids.shape[1])
     if dry_run:
         show_schedule(compression, schedule, ids.shape[1])
         return
-    with display.console(stderr=True).status(f"loading {model}"):
-        loaded = loading.load_model(
-            model,
-            dtype=dtype,
-            device=device,
-            device_map=device_map,
-            attn_implementation=attn_implementation,
-        )
+    loaded = options.load_model(given)
     settings = {"max_new_tokens": max_new_tokens, "temperature": temperature, "chat": chat}
-    runs = [run(loaded, tokenizer, text, compression, seed, **settings)]
+    runs = [
+        run(loaded, tokenizer, text, compression, seed, prefill_chunk=prefill_chunk, **settings)
+    ]
     if compare:
         full = make_compression("full")
         display.console(stderr=True).print("\nfull cache:")
@@ -174,8 +126,7 @@ def run(
             tokenizer,
             text,
             compression.method,
-            compression.budget,
-            compression.compression_ratio,
+            **compression.amounts,
             on_layer=on_layer,
             on_text=lambda piece: typer.echo(piece, nl=False),
             **settings,
@@ -202,7 +153,7 @@ def show_schedule(compression: Compression, schedule: list[int], prompt_tokens: 
 
 def describe_parting(compressed: Generation, full: Generation) -> str:
     """Say where the texts of two runs part."""
-    from ..generation import common_prefix
+    from ..prompts import common_prefix
 
     if compressed.token_ids == full.token_ids:
         return f"Both texts are the same, {len(full.token_ids)} tokens."

@@ -33,14 +33,22 @@ def read_prompt(prompt: str | None, prompt_file: Path | None, source: str | None
         )
     if prompt is not None:
         return prompt
-    if source == "-" or str(prompt_file) == "-":
+    return read_text(Path("-") if prompt_file is None else prompt_file)
+
+
+def read_text(path: Path) -> str:
+    """Return the text of a UTF-8 file, or of standard input if the path is `-`.
+
+    Raises:
+        InputError: it cannot be read or is not UTF-8.
+    """
+    if str(path) == "-":
         return _decode(sys.stdin.buffer.read(), "standard input")
-    assert prompt_file is not None
     try:
-        data = prompt_file.read_bytes()
+        data = path.read_bytes()
     except OSError as error:
-        raise InputError(f"cannot read {str(prompt_file)!r}: {error.strerror}") from None
-    return _decode(data, repr(str(prompt_file)))
+        raise InputError(f"cannot read {str(path)!r}: {error.strerror}") from None
+    return _decode(data, repr(str(path)))
 
 
 def _decode(data: bytes, name: str) -> str:
@@ -52,11 +60,11 @@ def _decode(data: bytes, name: str) -> str:
         ) from None
 
 
-def check_output(path: Path | None, prompt_file: Path | None = None) -> None:
-    """Refuse an output file that could not be written, before any work.
+def check_output(path: Path | None, source: Path | None = None, option: str = "--output") -> None:
+    """Refuse an output file that could not be written, or that is the source, before any work.
 
     Raises:
-        InputError: it is no plain file, is the prompt, or its folder is missing or read-only.
+        InputError: it is no plain file, is the source, or its folder is missing or read-only.
     """
     if path is None:
         return
@@ -66,8 +74,8 @@ def check_output(path: Path | None, prompt_file: Path | None = None) -> None:
             raise InputError(f"cannot write {str(path)!r}: it is no plain file; name one")
         if not folder.is_dir():
             raise InputError(f"cannot write {str(path)!r}: it has no folder {str(folder)!r}")
-        if prompt_file is not None and path.resolve() == prompt_file.resolve():
-            raise InputError(f"--output {str(path)!r} is the prompt's file; name another")
+        if source is not None and path.resolve() == source.resolve():
+            raise InputError(f"{option} {str(path)!r} is the file that is read; name another")
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:

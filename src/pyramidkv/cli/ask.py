@@ -1,0 +1,100 @@
+"""`pyramidkv ask`: one document, any number of questions."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from . import contexts, display, inputs, options
+from .generate import quiet_transformers
+
+
+def ask(
+    model: options.Model,
+    context: options.ContextFile = None,
+    load: options.Load = None,
+    question: Annotated[
+        list[str] | None,
+        typer.Option("--question", "-q", help="A question; may be given several times."),
+    ] = None,
+    save: Annotated[
+        Path | None, typer.Option("--save", help="Save the compressed context for --load.")
+    ] = None,
+    query_aware: Annotated[
+        bool,
+        typer.Option("--query-aware", help="Let the first question vote on what is kept."),
+    ] = False,
+    method: options.MethodName = "pyramidkv",
+    budget: options.Budget = None,
+    compression_ratio: options.CompressionRatio = None,
+    decode_budget: options.DecodeBudget = None,
+    decode_interval: options.DecodeInterval = None,
+    prefill_chunk: options.PrefillChunk = None,
+    window_size: options.WindowSize = None,
+    sink_tokens: options.SinkTokens = None,
+    pooling: options.PoolingKind = None,
+    kernel_size: options.KernelSize = None,
+    group_reduce: options.GroupReduce = None,
+    window_reduce: options.WindowReduce = None,
+    value_norm: options.ValueNorm = None,
+    allocation: options.AllocationKind = None,
+    beta: options.Beta = None,
+    gamma: options.Gamma = None,
+    c_max: options.CMax = None,
+    c_min: options.CMin = None,
+    layer_budgets: options.LayerBudgets = None,
+    max_new_tokens: options.MaxNewTokens = 128,
+    temperature: options.Temperature = 0.0,
+    seed: options.Seed = 0,
+    dtype: options.Dtype = "auto",
+    device: options.Device = None,
+    device_map: options.DeviceMap = None,
+    attn_implementation: options.AttnImplementation = None,
+    chat: options.UseChat = None,
+    output: options.Output = None,
+) -> None:
+    """Ask questions of one document: it is processed once, each question starts from there."""
+    given = dict(locals())
+    questions = question or []
+    if not questions and save is None:
+        raise inputs.InputError("give a question with -q TEXT, or a file to save to with --save")
+    if any(not text.strip() for text in questions):
+        raise inputs.InputError("a question is empty; give some text after -q")
+    if query_aware and (load is not None or not questions):
+        why = "a saved context is compressed already" if load is not None else "none is given"
+        raise inputs.InputError(f"--query-aware lets the first question vote, but {why}")
+    inputs.check_output(output, context or load)
+    inputs.check_output(save, context, "--save")
+    text = contexts.check(given, {"method": "pyramidkv"})
+
+    quiet_transformers()
+    from transformers import set_seed
+
+    opened, seconds = contexts.open_context(given, text, questions[0] if query_aware else None)
+    messages = display.console(stderr=True)
+    messages.print(contexts.describe(opened, seconds, load is not None))
+    contexts.save(opened, save)
+    answers = []
+    for asked in questions:
+        set_seed(seed)
+        if len(questions) > 1:
+            typer.echo(f"> {asked.strip()}")
+        answer = opened.ask(
+            asked,
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            on_text=lambda piece: typer.echo(piece, nl=False),
+        )
+        typer.echo()
+        first = answer.record["time_to_first_token_s"]
+        messages.print(f"first token after {first:.2f} s, {len(answer.token_ids)} tokens")
+        answers.append({"question": asked, **answer.record})
+    record = {
+        "context": {**opened.record, "model_given": model, "seconds": seconds},
+        "loaded": load is not None,
+        "seed": seed,
+        "answers": answers,
+    }
+    inputs.write_output(output, record)

@@ -1,0 +1,163 @@
+"""`pyramidkv chat`: a conversation about one document."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from ..errors import PyramidKVError
+from ..records import format_bytes
+from . import contexts, display, options
+from .generate import quiet_transformers
+
+if TYPE_CHECKING:
+    from ..chat import Chat
+
+HELP = "/reset forgets the turns, /save FILE keeps document and turns, /exit leaves"
+
+
+def chat(
+    model: options.Model,
+    context: options.ContextFile = None,
+    load: options.Load = None,
+    method: options.MethodName = "pyramidkv",
+    budget: options.Budget = None,
+    compression_ratio: options.CompressionRatio = None,
+    decode_budget: options.DecodeBudget = None,
+    decode_interval: options.DecodeInterval = None,
+    prefill_chunk: options.PrefillChunk = None,
+    window_size: options.WindowSize = None,
+    sink_tokens: options.SinkTokens = None,
+    pooling: options.PoolingKind = None,
+    kernel_size: options.KernelSize = None,
+    group_reduce: options.GroupReduce = None,
+    window_reduce: options.WindowReduce = None,
+    value_norm: options.ValueNorm = None,
+    allocation: options.AllocationKind = None,
+    beta: options.Beta = None,
+    gamma: options.Gamma = None,
+    c_max: options.CMax = None,
+    c_min: options.CMin = None,
+    layer_budgets: options.LayerBudgets = None,
+    max_new_tokens: options.MaxNewTokens = 512,
+    temperature: options.Temperature = 0.0,
+    seed: options.Seed = 0,
+    dtype: options.Dtype = "auto",
+    device: options.Device = None,
+    device_map: options.DeviceMap = None,
+    attn_implementation: options.AttnImplementation = None,
+    use_chat: options.UseChat = None,
+) -> None:
+    """Talk about one document. Ctrl-C stops an answer, /exit or Ctrl-D leaves."""
+    given = dict(locals())
+    given["chat"] = given.pop("use_chat")
+    text = contexts.check(given, {"method": "pyramidkv"})
+
+    quiet_transformers()
+    from transformers import set_seed
+
+    opened, seconds = contexts.open_context(given, text)
+    messages = display.console(stderr=True)
+    messages.print(contexts.describe(opened, seconds, load is not None))
+    messages.print(HELP)
+    conversation = opened.chat()
+    if conversation.turns:
+        messages.print(f"going on after {len(conversation.turns)} turns")
+    set_seed(seed)
+    for line in _lines():
+        try:
+            if line.startswith("/"):
+                if _leaves(line, conversation, messages.print):
+                    return
+                continue
+            _answer(conversation, line, max_new_tokens, temperature)
+            messages.print(_status(conversation), style="dim")
+        except PyramidKVError as error:
+            messages.print(f"pyramidkv: {error}", markup=False)
+
+
+def _lines() -> Iterator[str]:
+    """Yield what the user types, line by line, without blank ones, until the end of the input."""
+    interactive = sys.stdin.isatty() and sys.stdout.isatty()
+    if interactive:
+        import readline  # noqa: F401  (gives `input` editing and history)
+    while True:
+        try:
+            line = input("> ") if interactive else sys.stdin.readline()
+        except EOFError:
+            return
+        except KeyboardInterrupt:
+            typer.echo("\n(/exit or Ctrl-D leaves)", err=True)
+            continue
+        if not interactive and not line:
+            return
+        if line.strip():
+            yield line.strip()
+
+
+def _leaves(line: str, conversation: Chat, tell: Callable[..., Any]) -> bool:
+    """Carry out a command and return whether it ends the conversation."""
+    command, _, argument = line.partition(" ")
+    if command == "/exit":
+        return True
+    if command == "/reset":
+        conversation.reset()
+        tell("the turns are forgotten; the document stays")
+    elif command == "/save" and argument.strip():
+        path = Path(argument.strip())
+        conversation.save(path)
+        tell(f"saved as {str(path)!r}", markup=False)
+    elif command == "/save":
+        tell("give the file's name: /save FILE")
+    else:
+        tell(f"{command} is no command; {HELP}", markup=False)
+    return False
+
+
+def _answer(conversation: Chat, question: str, max_new_tokens: int, temperature: float) -> None:
+    with _interruptible() as stopped:
+        try:
+            conversation.ask(
+                question,
+                max_new_tokens=max_new_tokens,
+                temperature=temperature,
+                on_text=lambda piece: typer.echo(piece, nl=False),
+                stop=stopped,
+            )
+        finally:
+            typer.echo()
+
+
+@contextmanager
+def _interruptible() -> Iterator[Callable[[], bool]]:
+    """Turn the first Ctrl-C into a wish to stop, which the yielded function reports."""
+    wished = False
+
+    def wish(*_: Any) -> None:
+        nonlocal wished
+        if wished:
+            raise KeyboardInterrupt
+        wished = True
+
+    before = signal.signal(signal.SIGINT, wish)
+    try:
+        yield lambda: wished
+    except KeyboardInterrupt:  # asked twice: the turn is given up
+        typer.echo("\n(the answer is dropped)", err=True)
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _status(conversation: Chat) -> str:
+    cache = conversation.cache
+    kept = [lengths[0] for lengths in cache.kept_lengths()]
+    return (
+        f"[{cache.tokens_seen:,} tokens seen, {sum(kept) / len(kept):,.0f} kept per layer, "
+        f"KV cache {format_bytes(cache.kv_bytes)}]"
+    )
