@@ -57,6 +57,7 @@ def ask(
 ) -> None:
     """Ask questions of one document: it is processed once, each question starts from there."""
     given = dict(locals())
+    text = contexts.check(given, {"method": "pyramidkv"})
     questions = question or []
     if not questions and save is None:
         raise inputs.InputError("give a question with -q TEXT, or a file to save to with --save")
@@ -67,7 +68,6 @@ def ask(
         raise inputs.InputError(f"--query-aware lets the first question vote, but {why}")
     inputs.check_output(output, context or load)
     inputs.check_output(save, context, "--save")
-    text = contexts.check(given, {"method": "pyramidkv"})
 
     quiet_transformers()
     from transformers import set_seed
