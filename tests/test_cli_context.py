@@ -186,7 +186,9 @@ def test_chat_goes_on_after_a_question_that_is_too_long(model_folder, saved):
 def test_ctrl_c_stops_the_answer_not_the_program(model_folder, saved):
     """On a terminal, as a user has it."""
     main, side = pty.openpty()
-    command = [sys.executable, "-c", "from pyramidkv.cli import main; main()"]
+    # a shell may have started the tests with this signal ignored
+    as_usual = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
+    command = [sys.executable, "-c", f"{as_usual}; from pyramidkv.cli import main; main()"]
     arguments = ["chat", "--model", str(model_folder), "--load", str(saved)]
     process = subprocess.Popen(
         [*command, *arguments, "--max-new-tokens", "900"],
@@ -221,6 +223,7 @@ def test_ctrl_c_stops_the_answer_not_the_program(model_folder, saved):
         stopped = seen[:place]
         assert "900" not in stopped.split("tokens seen")[-1]
         place = wait_for("> ", place)
+        time.sleep(1)  # a signal between the prompt and the wait for a key waits for the key, too
         os.kill(process.pid, signal.SIGINT)  # at the prompt it only says how to leave
         place = wait_for("/exit or Ctrl-D leaves", place)
         os.write(main, b"/exit\n")
