@@ -191,7 +191,8 @@ class Reference:
         return key
 
     def _rotate(self, states: Tensor, positions: Tensor, sign: int) -> Tensor:
-        rotary = self.model.get_decoder().rotary_emb
+        decoder = self.model.get_decoder()
+        rotary = decoder.pos_emb if hasattr(decoder, "pos_emb") else decoder.rotary_emb
         kinds = ["full_attention"] if isinstance(rotary.rope_type, dict) else []
         cos, sin = (t[0] for t in rotary(states[None], positions[None], *kinds))
         size = cos.pow(2) + sin.pow(2)  # YaRN scales both; turning back must not scale twice

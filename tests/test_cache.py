@@ -9,7 +9,7 @@ import weakref
 import pytest
 import torch
 from test_equality import engine_logits
-from tiny import positions_of, prompt_ids, tiny_model
+from tiny import HYBRIDS, positions_of, prompt_ids, tiny_model
 
 import pyramidkv
 from pyramidkv.budgets import BudgetError
@@ -19,6 +19,7 @@ from pyramidkv.methods import make_compression
 from pyramidkv.storage import GROWTH_ROWS
 
 SMALL = {"window_size": 6, "kernel_size": 5}
+KINDS = ["llama", "gemma3_text", "qwen3_next", "lfm2"]  # one of each kind of layer beside attention
 KV_HEADS, HEAD_DIM, LAYERS = 2, 8, 4
 
 
@@ -167,8 +168,9 @@ def test_pads_are_never_kept():
             assert positions.max() == length - 1
 
 
-def test_each_row_of_a_padded_batch_keeps_what_it_keeps_alone():
-    model = tiny_model("llama", "sdpa")
+@pytest.mark.parametrize("architecture", KINDS)
+def test_each_row_of_a_padded_batch_keeps_what_it_keeps_alone(architecture):
+    model = tiny_model(architecture, "sdpa")
     together = small_cache(model)
     prefill(model, together, 60, 25, 43)
     ids, _ = prompt_ids(60, 25, 43)
@@ -246,8 +248,9 @@ def test_crop_into_the_compressed_prompt_is_refused_and_changes_nothing():
     assert cache.tokens_seen == 61
 
 
-def test_batch_rows_can_be_chosen_repeated_and_reordered():
-    model = tiny_model("llama", "sdpa")
+@pytest.mark.parametrize("architecture", KINDS)
+def test_batch_rows_can_be_chosen_repeated_and_reordered(architecture):
+    model = tiny_model(architecture, "sdpa")
 
     def fresh():
         cache = small_cache(model)
@@ -278,14 +281,17 @@ def test_batch_rows_can_be_chosen_repeated_and_reordered():
         torch.testing.assert_close(logits(cache, rows), expected[rows], atol=1e-5, rtol=1e-5)
 
 
-def test_a_prompt_in_several_pieces_is_refused_not_compressed_piece_by_piece():
-    model = tiny_model("llama", "sdpa")
-    cache = small_cache(model)
+@pytest.mark.parametrize("architecture", KINDS)
+def test_a_prompt_in_several_pieces_is_refused_not_compressed_piece_by_piece(architecture):
+    model = tiny_model(architecture, "sdpa")
+    cache, expected = small_cache(model), small_cache(model)
     prefill(model, cache, 60)
     with pytest.raises(CacheStateError, match="end_prompt"):
         step(model, cache, 5, 6, 7)
     cache.end_prompt()  # which is what the message proposes
-    step(model, cache, 5, 6, 7)
+    prefill(model, expected, 60)
+    expected.end_prompt()
+    assert torch.equal(step(model, cache, 5, 6, 7), step(model, expected, 5, 6, 7))
     assert cache.tokens_seen == 63
 
 
@@ -301,12 +307,16 @@ def test_after_end_prompt_more_tokens_are_added_and_kept():
     assert [n[0] for n in cache.kept_lengths()] == [n + 3 for n in kept]
 
 
-def test_a_model_switched_to_other_attention_meanwhile_is_noticed():
-    model = tiny_model("llama", "sdpa")
+@pytest.mark.parametrize("architecture", KINDS)
+def test_a_model_switched_to_other_attention_meanwhile_is_noticed(architecture):
+    model = tiny_model(architecture, "sdpa")
     cache = small_cache(model)
+    switched = model.config._attn_implementation
     model.set_attn_implementation("eager")
     with pytest.raises(CacheStateError, match="attention implementation was changed"):
         prefill(model, cache, 60)
+    model.set_attn_implementation(switched)
+    assert torch.equal(prefill(model, cache, 60), prefill(model, small_cache(model), 60))
 
 
 class Interruption(Exception):
@@ -347,8 +357,9 @@ def test_a_prompt_fed_token_by_token_is_a_prompt_of_one_token():
     assert cache.kept_lengths() == [[55]] * LAYERS
 
 
-def test_a_copy_is_independent_and_keeps_the_model_switched():
-    model = tiny_model("llama", "sdpa")
+@pytest.mark.parametrize("architecture", KINDS)
+def test_a_copy_is_independent_and_keeps_the_model_switched(architecture):
+    model = tiny_model(architecture, "sdpa")
     cache = small_cache(model)
     prefill(model, cache, 60)
     first, second = copy.deepcopy(cache), copy.deepcopy(cache)
@@ -363,8 +374,9 @@ def test_a_copy_is_independent_and_keeps_the_model_switched():
     assert model.config._attn_implementation == "sdpa"
 
 
-def test_a_prompt_processed_in_inference_mode_can_be_continued_outside_of_it():
-    model = tiny_model("llama", "sdpa")
+@pytest.mark.parametrize("architecture", KINDS)
+def test_a_prompt_processed_in_inference_mode_can_be_continued_outside_of_it(architecture):
+    model = tiny_model(architecture, "sdpa")
     ids, mask = prompt_ids(60, 25)
     cache, expected = small_cache(model), small_cache(model)
     for each, mode in ((cache, torch.inference_mode()), (expected, torch.no_grad())):
@@ -377,12 +389,14 @@ def test_a_prompt_processed_in_inference_mode_can_be_continued_outside_of_it():
             )
     for token in range(5, 8 + GROWTH_ROWS):
         assert torch.equal(step(model, cache, token, rows=2), step(model, expected, token, rows=2))
-    cache.reorder_cache(torch.tensor([1, 0]))
+    with torch.inference_mode():
+        cache.reorder_cache(torch.tensor([1, 0]))
     step(model, cache, 5, rows=2)
 
 
-def test_reset_empties_sliding_window_layers_too():
-    model = tiny_model("gemma3_text", "sdpa")
+@pytest.mark.parametrize("architecture", KINDS)
+def test_reset_empties_layers_of_every_kind(architecture):
+    model = tiny_model(architecture, "sdpa")
     cache = small_cache(model)
     logits = prefill(model, cache, 60, 25)
     step(model, cache, 5, rows=2)
@@ -398,6 +412,37 @@ def test_crop_is_refused_where_a_sliding_window_has_dropped_tokens():
     with pytest.raises(CacheStateError, match="sliding-window layer has already dropped"):
         cache.crop(-1)
     assert cache.tokens_seen == 61
+
+
+@pytest.mark.parametrize("architecture", HYBRIDS)
+def test_crop_is_refused_where_a_layer_holds_a_state(architecture):
+    model = tiny_model(architecture, "sdpa")
+    cache, expected = small_cache(model), small_cache(model)
+    for each in (cache, expected):
+        prefill(model, each, 60)
+        step(model, each, 5)
+    with pytest.raises(CacheStateError, match="one state of all tokens seen"):
+        cache.crop(-1)
+    assert torch.equal(step(model, cache, 6), step(model, expected, 6))
+
+
+@pytest.mark.parametrize("architecture", HYBRIDS)
+def test_states_are_held_but_are_no_keys_and_values(architecture):
+    model = tiny_model(architecture, "sdpa")
+    cache = small_cache(model)
+    prefill(model, cache, 60)
+    attention = cache.compressed_layers
+    assert [type(layer) for layer in cache.layers[1::2]] == [type(layer) for layer in attention]
+    assert cache.kv_bytes == sum(layer.keys.nbytes + layer.values.nbytes for layer in attention)
+    states = cache.allocated_bytes - sum(layer.allocated_bytes for layer in attention)
+    recurrent = {} if architecture.startswith("lfm2") else {"recurrent_states": (1, 4, 8, 8)}
+    width, kernel = (64, 4) if recurrent else (48, 3)
+    for layer in cache.layers[::2]:
+        for name, shape in ({"conv_states": (1, width, kernel)} | recurrent).items():
+            (state,) = getattr(layer, name).values()
+            assert state.shape == shape
+            states -= state.nbytes
+    assert states == 0
 
 
 def test_budgets_that_do_not_fit_the_model_are_refused_before_any_work():

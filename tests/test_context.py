@@ -10,7 +10,7 @@ from conftest import tiny_tokenizer, words
 from tiny import VOCABULARY, tiny_model
 
 import pyramidkv
-from pyramidkv.errors import PromptError
+from pyramidkv.errors import CacheStateError, PromptError
 from pyramidkv.methods import METHODS, make_compression
 from pyramidkv.prompts import PromptFormat, Turn
 
@@ -68,7 +68,7 @@ def test_the_order_of_questions_changes_nothing_and_the_cache_stays_as_it_was(co
         assert torch.equal(tensor, before[name]), name
 
 
-@pytest.mark.parametrize("architecture", ["llama", "gemma3_text"])
+@pytest.mark.parametrize("architecture", ["llama", "gemma3_text", "qwen3_next", "lfm2"])
 def test_a_batch_of_questions_gives_what_each_gives_alone(architecture, tokenizer):
     model = tiny_model(architecture, "eager", eos_token_id=None)
     context = pyramidkv.compress_context(model, tokenizer, words(90), **SMALL)
@@ -142,6 +142,19 @@ def test_a_query_aware_context_keeps_what_its_question_attends_to(model, tokeniz
     assert contexts[1].record["question"] == ("w5 " * 8).strip()
 
 
+@pytest.mark.parametrize("architecture", ["qwen3_next", "lfm2"])
+def test_where_a_layer_holds_a_state_no_question_votes_and_nothing_is_saved(
+    architecture, tokenizer, tmp_path
+):
+    model = tiny_model(architecture, "sdpa", eos_token_id=None)
+    with pytest.raises(CacheStateError, match="cannot drop a question: .* holds one state"):
+        pyramidkv.compress_context(model, tokenizer, words(90), question="w5", **SMALL)
+    context = pyramidkv.compress_context(model, tokenizer, words(90), **SMALL)
+    with pytest.raises(CacheStateError, match="LinearAttentionLayer, which cannot be saved"):
+        context.save(tmp_path / "context.safetensors")
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize("chunk", [10, 40, 1000])
 @pytest.mark.parametrize("question", [None, "w5 w6 w7"])
 def test_pieces_keep_the_same_number(model, tokenizer, chunk, question):
@@ -181,7 +194,7 @@ def test_a_chat_sees_its_turns_and_leaves_the_context_alone(model, tokenizer, co
     assert chat.ask(QUESTIONS[0], max_new_tokens=6).token_ids == answers[0].token_ids
 
 
-@pytest.mark.parametrize("architecture", ["llama", "gemma3_text"])
+@pytest.mark.parametrize("architecture", ["llama", "gemma3_text", "qwen3_next", "lfm2"])
 def test_a_chat_whose_template_rewrites_answers_goes_back_to_where_they_part(architecture):
     tokenizer = tiny_tokenizer(True)
     tokenizer.chat_template = (

@@ -69,10 +69,11 @@ def test_options_and_intervals(name, options, attention):
     assert_same(model, decoding(name, **options), (60, 30), single_steps(2, count))
 
 
+@pytest.mark.parametrize("architecture", ["llama", "qwen3_next", "lfm2"])
 @pytest.mark.parametrize("name", ["pyramidkv", "h2o", "streamingllm"])
-def test_padded_turns_and_pieces_together(name):
+def test_padded_turns_and_pieces_together(name, architecture):
     """Left padding in later turns leaves holes between stored rows."""
-    model = tiny_model("llama", "sdpa")
+    model = tiny_model(architecture, "sdpa")
     turns = [prompt_ids(7, 3, 5, seed=1), *single_steps(3, 4), prompt_ids(2, 8, 8, seed=2)]
     steps = [*turns, *single_steps(3, 9)]
     assert_same(model, decoding(name), (60, 9, 43), steps, (20, 20, 20))

@@ -6,7 +6,7 @@ import pytest
 import torch
 from reference import Reference
 from test_equality import engine_logits
-from tiny import positions_of, prompt_ids, tiny_model
+from tiny import HYBRIDS, positions_of, prompt_ids, tiny_model
 from transformers import AttentionInterface, DynamicCache, StaticCache
 
 import pyramidkv
@@ -36,7 +36,7 @@ def new_tokens(model, ids, mask=None, count=NEW, **kwargs):
     return out[:, ids.shape[1] :]
 
 
-@pytest.mark.parametrize("architecture", ["llama", "qwen3", "gemma3_text"])
+@pytest.mark.parametrize("architecture", ["llama", "qwen3", "gemma3_text", *HYBRIDS])
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
 @pytest.mark.parametrize("lengths", [(60,), (60, 25, 43)], ids=["batch1", "padded3"])
 def test_generate_gives_the_references_tokens_by_both_ways_in(
@@ -101,10 +101,11 @@ def test_sampling_draws_from_the_references_distribution():
     assert torch.equal(again, out.sequences)
 
 
+@pytest.mark.parametrize("architecture", ["llama", *HYBRIDS])
 @pytest.mark.parametrize("lengths", [(60,), (60, 25)], ids=["batch1", "padded2"])
-def test_beam_search_scores_are_those_of_the_chosen_sequence(lengths):
+def test_beam_search_scores_are_those_of_the_chosen_sequence(architecture, lengths):
     """Beams share a prompt and swap rows of the cache at every step."""
-    model = tiny_model("llama", "sdpa")
+    model = tiny_model(architecture, "sdpa")
     ids, mask = prompt_ids(*lengths)
     with pyramidkv.compress(model, "pyramidkv", **OPTIONS):
         out = model.generate(
@@ -125,9 +126,10 @@ def test_beam_search_scores_are_those_of_the_chosen_sequence(lengths):
     torch.testing.assert_close(total[:, 0] / chosen.shape[1], out.sequences_scores)
 
 
+@pytest.mark.parametrize("architecture", ["llama", *HYBRIDS])
 @pytest.mark.parametrize("history", ["new ids only", "full history"])
-def test_a_second_turn_continues_at_the_right_positions(history):
-    model = tiny_model("llama", "sdpa")
+def test_a_second_turn_continues_at_the_right_positions(architecture, history):
+    model = tiny_model(architecture, "sdpa")
     ids, mask = prompt_ids(60)
     question, _ = prompt_ids(9, seed=7)
     cache = pyramidkv.CompressedCache(model, "pyramidkv", **OPTIONS)
@@ -274,7 +276,7 @@ def test_compress_and_a_cache_can_overlap():
 
 
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
-@pytest.mark.parametrize("architecture", ["llama", "gemma3_text"])
+@pytest.mark.parametrize("architecture", ["llama", "gemma3_text", "qwen3_next", "lfm2"])
 def test_a_switched_model_does_the_same_as_before_with_other_caches(architecture, implementation):
     model = tiny_model(architecture, implementation)
     ids, mask = prompt_ids(60, 25)
@@ -316,12 +318,15 @@ def offloading_cache(model):
     return cache
 
 
-def test_assisted_decoding_is_refused():
+@pytest.mark.parametrize("architecture", ["llama", *HYBRIDS])
+def test_assisted_decoding_is_refused(architecture):
     """It would have to take back tokens of the compressed prompt."""
-    model = tiny_model("llama", "sdpa")
+    model = tiny_model(architecture, "sdpa")
     ids = prompt_ids(20)[0].repeat(1, 3)
     settings = {"max_new_tokens": 20, "prompt_lookup_num_tokens": 4, "do_sample": False}
-    refusal = pytest.raises((CacheStateError, ValueError, RuntimeError), match=r"crop|remove")
+    refusal = pytest.raises(
+        (CacheStateError, ValueError, RuntimeError), match="crop|remove|stateful"
+    )
     with refusal, pyramidkv.compress(model, "pyramidkv", **OPTIONS):
         model.generate(ids, **settings)
     with refusal:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from reference import Reference
-from tiny import CONFIGS, positions_of, prompt_ids, tiny_model
+from tiny import CONFIGS, HYBRIDS, positions_of, prompt_ids, tiny_model
 
 import pyramidkv
 from pyramidkv.methods import Compression, make_compression
@@ -104,12 +104,12 @@ def test_layers_of_very_unequal_lengths(attention):
     assert_same(tiny_model("llama", attention), compression, (60, 30, 11))
 
 
+@pytest.mark.parametrize("architecture", ["llama", "gemma3_text", *HYBRIDS])
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 @pytest.mark.parametrize("lengths", [(60,), (60, 25, 43)], ids=["batch1", "padded3"])
-def test_a_second_turn_of_several_tokens_sees_the_kept_ones(attention, lengths):
+def test_a_second_turn_of_several_tokens_sees_the_kept_ones(architecture, attention, lengths):
     turns = (1, 1, 17, 1, 1, 5, 1)
-    assert_same(tiny_model("llama", attention), small("pyramidkv"), lengths, turns)
-    assert_same(tiny_model("gemma3_text", attention), small("pyramidkv"), lengths, turns)
+    assert_same(tiny_model(architecture, attention), small("pyramidkv"), lengths, turns)
 
 
 @pytest.mark.parametrize("architecture", CONFIGS)
@@ -135,9 +135,10 @@ def test_prompt_logits_are_those_of_the_full_model():
     assert torch.equal(plain, compressed)
 
 
-def test_evicting_more_changes_the_answer():
+@pytest.mark.parametrize("architecture", ["llama", *HYBRIDS])
+def test_evicting_more_changes_the_answer(architecture):
     """The reference itself would not notice if nothing were evicted at all."""
-    model = tiny_model("llama", "sdpa")
+    model = tiny_model(architecture, "sdpa")
     ids, mask = prompt_ids(60)
     steps = [prompt_ids(1, seed=5)[0]]
     full, _ = engine_logits(model, make_compression("full"), ids, mask, steps)

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference import Reference
 from test_equality import small
-from tiny import positions_of, prompt_ids, tiny_model
+from tiny import HYBRIDS, positions_of, prompt_ids, tiny_model
 
 import pyramidkv
 from pyramidkv.errors import CacheStateError, PromptError
@@ -83,7 +83,9 @@ def test_pieces_equal_a_dense_reference_that_evicts_after_each(attention, sizes,
     assert_same_in_pieces(tiny_model("llama", attention), small("pyramidkv"), lengths, sizes)
 
 
-@pytest.mark.parametrize("architecture", ["gemma2", "gemma3_text", "mixtral", "phi3", "qwen3"])
+@pytest.mark.parametrize(
+    "architecture", ["gemma2", "gemma3_text", "mixtral", "phi3", "qwen3", *HYBRIDS]
+)
 def test_every_kind_of_model_takes_pieces(architecture):
     model = tiny_model(architecture, "eager")
     assert_same_in_pieces(model, small("pyramidkv"), (60, 9, 43), (25, 25, 10))
@@ -211,8 +213,9 @@ def test_what_scoring_remembers_is_let_go_with_the_last_piece():
         assert remembered > 0
 
 
-def test_what_does_not_fit_the_announced_prompt_is_refused_and_harms_nothing():
-    model = tiny_model("llama", "sdpa")
+@pytest.mark.parametrize("architecture", ["llama", "gemma3_text", *HYBRIDS])
+def test_what_does_not_fit_the_announced_prompt_is_refused_and_harms_nothing(architecture):
+    model = tiny_model(architecture, "sdpa")
     ids, mask = prompt_ids(60, 30)
     cache = make_cache(model, small("pyramidkv"))
     cache.expect_prompt(mask)
@@ -310,6 +313,13 @@ def test_a_question_in_two_pieces_is_refused():
         feed(model, cache, ids, mask, (55, 5))
     with pytest.raises(PromptError, match="question has 60 tokens"):
         make_cache(model, small("pyramidkv")).expect_prompt(mask, 60)
+
+
+@pytest.mark.parametrize("architecture", HYBRIDS)
+def test_a_question_is_refused_where_a_layer_holds_a_state(architecture):
+    cache = make_cache(tiny_model(architecture), small("pyramidkv"))
+    with pytest.raises(CacheStateError, match="one state of all tokens seen"):
+        cache.expect_prompt(prompt_ids(60)[1], 10)
 
 
 def test_progress_counts_the_layers_of_all_pieces():

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import pytest
-from tiny import CONFIGS, tiny_model
+from tiny import CONFIGS, HYBRIDS, tiny_model
 from transformers import (
+    FalconH1Config,
     Gemma3TextConfig,
     GPT2Config,
     GPT2LMHeadModel,
+    JambaConfig,
     MambaConfig,
+    MiniMaxConfig,
     MistralConfig,
     T5Config,
+    Zamba2Config,
 )
 
 import pyramidkv
@@ -34,7 +38,31 @@ def test_full_layers_are_found_and_sliding_ones_left_alone():
     assert kinds == ["DynamicSlidingWindowLayer", "CompressedLayer"] * 2
 
 
-@pytest.mark.parametrize("config", [GPT2Config(), MambaConfig(), T5Config()])
+@pytest.mark.parametrize("architecture", HYBRIDS)
+def test_full_layers_of_hybrids_are_found_and_those_with_a_state_left_alone(architecture):
+    model = tiny_model(architecture)
+    assert full_attention_layers(model.config) == [1, 3]
+    cache = pyramidkv.CompressedCache(model, "snapkv", 64)
+    kinds = [type(layer).__name__ for layer in cache.layers]
+    assert kinds == ["LinearAttentionLayer", "CompressedLayer"] * 2
+    model.config.layer_types = [model.config.layer_types[0]] * 4
+    with pytest.raises(UnsupportedModelError, match="nothing to compress"):
+        full_attention_layers(model.config)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        GPT2Config(),
+        MambaConfig(),
+        T5Config(),
+        FalconH1Config(),
+        JambaConfig(),
+        MiniMaxConfig(),
+        Zamba2Config(),
+    ],
+    ids=lambda config: config.model_type,
+)
 def test_other_architectures_are_refused_by_name(config):
     with pytest.raises(UnsupportedModelError, match=f"'{config.model_type}' is not supported"):
         full_attention_layers(config)

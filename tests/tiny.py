@@ -10,6 +10,8 @@ from transformers import (
     Gemma2Config,
     Gemma3TextConfig,
     GemmaConfig,
+    Lfm2Config,
+    Lfm2MoeConfig,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
@@ -17,8 +19,11 @@ from transformers import (
     PreTrainedModel,
     Qwen2Config,
     Qwen2MoeConfig,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    Qwen3NextConfig,
 )
 
 VOCABULARY = 200
@@ -36,7 +41,17 @@ _SHAPE: dict[str, Any] = {
     "pad_token_id": 0,
 }
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+_SHARED_EXPERT = {**_EXPERTS, "shared_expert_intermediate_size": 32}
 _ALTERNATING = ["sliding_attention", "full_attention"] * 2
+_CONVOLUTIONS = ["conv", "full_attention"] * 2
+_LINEAR = {
+    "layer_types": ["linear_attention", "full_attention"] * 2,
+    "head_dim": 16,  # a quarter of it rotates
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
 
 CONFIGS: dict[str, Any] = {
     "llama": lambda **k: LlamaConfig(**k),
@@ -57,12 +72,25 @@ CONFIGS: dict[str, Any] = {
     ),
     "mixtral": lambda **k: MixtralConfig(sliding_window=None, num_local_experts=4, **k),
     "qwen2_moe": lambda **k: Qwen2MoeConfig(
-        **_EXPERTS,
-        shared_expert_intermediate_size=32,
-        **{n: v for n, v in k.items() if n != "head_dim"},
+        **_SHARED_EXPERT, **{n: v for n, v in k.items() if n != "head_dim"}
     ),
     "qwen3_moe": lambda **k: Qwen3MoeConfig(**_EXPERTS, **k),
+    "qwen3_next": lambda **k: Qwen3NextConfig(**_SHARED_EXPERT, **{**k, **_LINEAR}),
+    "qwen3_5_text": lambda **k: Qwen3_5TextConfig(**{**k, **_LINEAR}),
+    "qwen3_5_moe_text": lambda **k: Qwen3_5MoeTextConfig(**_SHARED_EXPERT, **{**k, **_LINEAR}),
+    "lfm2": lambda **k: Lfm2Config(
+        layer_types=_CONVOLUTIONS, **{n: v for n, v in k.items() if n != "head_dim"}
+    ),
+    "lfm2_moe": lambda **k: Lfm2MoeConfig(
+        **_EXPERTS,
+        num_dense_layers=1,
+        layer_types=_CONVOLUTIONS,
+        **{n: v for n, v in k.items() if n != "head_dim"},
+    ),
 }
+
+HYBRIDS = ["qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "lfm2", "lfm2_moe"]
+"""Those with layers that hold a state of fixed size, not keys and values."""
 
 
 def tiny_model(

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedConfig, PreTrainedModel
-from transformers.cache_utils import DynamicSlidingWindowLayer
+from transformers.cache_utils import DynamicSlidingWindowLayer, LinearAttentionCacheLayerMixin
 
 from . import attention
 from .errors import CacheStateError
@@ -19,6 +19,11 @@ from .methods import Compression, Method, make_compression
 from .plan import CachePlan
 from .rotary import key_frequencies
 from .support import full_attention_layers
+
+_STATE_STAYS = (
+    "a linear-attention or convolution layer holds one state of all tokens seen, which cannot be "
+    "turned back"
+)
 
 
 class CompressedCache(Cache):
@@ -145,21 +150,41 @@ class CompressedCache(Cache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Take a layer's new states; called by the model."""
+        """Take a layer's new keys and values; called by the model."""
+        tokens, plan = key_states.shape[2], self._plan
+        self._admit(tokens, layer_idx)
+        layer: Any = self.layers[layer_idx]
+        if not isinstance(layer, CompressedLayer) and (
+            plan.question and layer.get_seq_length() + tokens == plan.announced
+        ):
+            layer.activate_past_recording()  # the question is to be taken back
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+    def update_conv_state(
+        self, conv_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        """Take a layer's new inputs, if it holds a state; called by the model."""
+        self._admit(conv_states.shape[-1], layer_idx)
+        with torch.inference_mode(False), torch.no_grad():  # usable in passes of whatever grad mode
+            return super().update_conv_state(conv_states, layer_idx, *args, **kwargs)
+
+    def update_recurrent_state(
+        self, recurrent_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        """Take a layer's new state; called by the model."""
+        with torch.inference_mode(False), torch.no_grad():
+            return super().update_recurrent_state(recurrent_states, layer_idx, *args, **kwargs)
+
+    def _admit(self, tokens: int, layer_idx: int) -> None:
+        """Refuse tokens before a layer of another kind takes them."""
         if not self._config._attn_implementation.startswith(attention.PREFIX):
             raise CacheStateError(
                 "this compressed cache is used outside of the `compress` block it was made in, or "
                 "the model's attention implementation was changed meanwhile; stay inside the "
                 "block, or make the cache with pyramidkv.CompressedCache(model, ...)"
             )
-        layer: Any = self.layers[layer_idx]
-        if not isinstance(layer, CompressedLayer):
-            tokens, plan = key_states.shape[2], self._plan
-            if layer_idx == 0:
-                plan.check(tokens)  # before a layer of another kind takes them
-            if plan.question and layer.get_seq_length() + tokens == plan.announced:
-                layer.activate_past_recording()  # the question is to be taken back
-        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        if layer_idx == 0 and not isinstance(self.layers[0], CompressedLayer):
+            self._plan.check(tokens)
 
     def expect_prompt(self, attention_mask: Tensor, question_tokens: int = 0) -> None:
         """Announce the whole prompt before its first piece, so that it may come in several.
@@ -176,9 +201,11 @@ class CompressedCache(Cache):
                 They must come whole in the last piece.
 
         Raises:
-            CacheStateError: the cache has a prompt.
+            CacheStateError: the cache has a prompt, or a layer could not drop the question.
             PromptError, BudgetError: the prompt does not fit.
         """
+        if question_tokens and any(self.is_linear):
+            raise CacheStateError(f"cannot drop a question: {_STATE_STAYS}")
         self._plan.expect(attention_mask, question_tokens)
 
     @property
@@ -212,16 +239,13 @@ class CompressedCache(Cache):
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes of the keys and values stored, read off the tensors; every layer counts."""
+        """Bytes of the keys and values stored, read off the tensors; every layer that has them."""
         return sum(_stored_bytes(layer) for layer in self.layers)
 
     @property
     def allocated_bytes(self) -> int:
-        """Bytes of all tensors held: `kv_bytes`, room to grow, and the kept positions."""
-        return sum(
-            layer.allocated_bytes if isinstance(layer, CompressedLayer) else _stored_bytes(layer)
-            for layer in self.layers
-        )
+        """Bytes of all tensors held: `kv_bytes`, room to grow, the kept positions, and states."""
+        return sum(_held_bytes(layer) for layer in self.layers)
 
     def end_prompt(self) -> None:
         """Say that the prompt is complete, so that the tokens that follow come after it."""
@@ -342,6 +366,8 @@ class CompressedCache(Cache):
                     "cannot remove tokens: a sliding-window layer has already dropped those that "
                     "would come back into its window"
                 )
+            elif isinstance(layer, LinearAttentionCacheLayerMixin):
+                raise CacheStateError(f"cannot remove tokens: {_STATE_STAYS}")
         before = self.compressed_layers[0].kept_lengths()
         super().crop(tokens_to_remove)
         after = self.compressed_layers[0].kept_lengths()
@@ -357,16 +383,17 @@ class CompressedCache(Cache):
                 self.layers[index] = fresh[index]
         self._plan.reset()
 
+    # By `reorder_cache`, since layers that hold a state know no other way
+
     def batch_repeat_interleave(self, repeats: int) -> None:
-        super().batch_repeat_interleave(repeats)
-        self._plan.take_rows([row for row in range(self._batch) for _ in range(repeats)])
+        self.reorder_cache(torch.arange(self._batch).repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        super().batch_select_indices(indices)
-        self._plan.take_rows(torch.arange(self._batch, device=indices.device)[indices].tolist())
+        self.reorder_cache(torch.arange(self._batch, device=indices.device)[indices])
 
-    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
-        super().reorder_cache(beam_idx)
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        with torch.inference_mode(False), torch.no_grad():
+            super().reorder_cache(beam_idx)  # type: ignore[arg-type]
         self._plan.take_rows(beam_idx.tolist())
 
     @property
@@ -375,4 +402,14 @@ class CompressedCache(Cache):
 
 
 def _stored_bytes(layer: Any) -> int:
-    return sum(tensor.nbytes for tensor in (layer.keys, layer.values) if tensor is not None)
+    tensors = getattr(layer, "keys", None), getattr(layer, "values", None)
+    return sum(tensor.nbytes for tensor in tensors if tensor is not None)
+
+
+def _held_bytes(layer: Any) -> int:
+    if isinstance(layer, CompressedLayer):
+        return layer.allocated_bytes
+    if isinstance(layer, LinearAttentionCacheLayerMixin):
+        states = *layer.conv_states.values(), *layer.recurrent_states.values()
+        return sum(state.nbytes for state in states if state is not None)
+    return _stored_bytes(layer)

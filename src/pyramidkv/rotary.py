@@ -20,7 +20,8 @@ def key_frequencies(model: PreTrainedModel) -> Tensor:
         MethodError: the frequencies change with the length of the text (dynamic, longrope), so
             keys cannot be moved.
     """
-    rotary: Any = model.get_decoder().rotary_emb
+    decoder: Any = model.get_decoder()
+    rotary = decoder.pos_emb if model.config.model_type == "lfm2_moe" else decoder.rotary_emb
     kind, name = rotary.rope_type, "inv_freq"
     if isinstance(kind, dict):  # models whose sliding layers have frequencies of their own
         kind, name = kind["full_attention"], "full_attention_inv_freq"

@@ -13,6 +13,8 @@ SUPPORTED_MODEL_TYPES = (
     "gemma",
     "gemma2",
     "gemma3_text",
+    "lfm2",
+    "lfm2_moe",
     "llama",
     "mistral",
     "mixtral",
@@ -20,9 +22,21 @@ SUPPORTED_MODEL_TYPES = (
     "qwen2",
     "qwen2_moe",
     "qwen3",
+    "qwen3_5_moe_text",
+    "qwen3_5_text",
     "qwen3_moe",
+    "qwen3_next",
 )
 """Decoder-only models with full (grouped) attention, each tested against a dense reference."""
+
+_STATE_LAYERS = {
+    "lfm2": ("conv",),
+    "lfm2_moe": ("conv",),
+    "qwen3_5_moe_text": ("linear_attention",),
+    "qwen3_5_text": ("linear_attention",),
+    "qwen3_next": ("linear_attention",),
+}
+"""What hybrid models call their layers that hold a state of fixed size, not keys and values."""
 
 
 class UnsupportedModelError(PyramidKVError, ValueError):
@@ -32,7 +46,7 @@ class UnsupportedModelError(PyramidKVError, ValueError):
 def full_attention_layers(config: PreTrainedConfig) -> list[int]:
     """Return the indices of the layers that see the whole prompt: those that share the budget.
 
-    Sliding-window layers are bounded already and are left alone.
+    Sliding-window layers and those with a state of fixed size are bounded already and left alone.
 
     Raises:
         UnsupportedModelError: the architecture is not supported, or no layer can be compressed.
@@ -60,16 +74,17 @@ def full_attention_layers(config: PreTrainedConfig) -> list[int]:
     if kinds is None:
         window = getattr(config, "sliding_window", None)
         kinds = ["full_attention" if window is None else "sliding_attention"] * count
-    unknown = sorted(set(kinds) - {"full_attention", "sliding_attention"})
+    known = ["full_attention", "sliding_attention", *_STATE_LAYERS.get(model_type, ())]
+    unknown = sorted(set(kinds) - set(known))
     if unknown:
         raise UnsupportedModelError(
-            f"this {model_type} model has layers of kind {', '.join(unknown)}; only full and "
-            "sliding-window attention are supported"
+            f"this {model_type} model has layers of kind {', '.join(unknown)}; supported are: "
+            f"{', '.join(known)}"
         )
     layers = [index for index, kind in enumerate(kinds) if kind == "full_attention"]
     if not layers:
         raise UnsupportedModelError(
-            f"every layer of this {model_type} model has a sliding window, so there is nothing to "
+            f"no layer of this {model_type} model has full attention, so there is nothing to "
             "compress"
         )
     return layers
