@@ -11,10 +11,10 @@ import pytest
 from conftest import tiny_tokenizer, words
 from safetensors.torch import load_file, save_file
 from tiny import tiny_model
-from transformers import GPT2Config
+from transformers import GPT2Config, Qwen3_5Config, Qwen3_5ForConditionalGeneration
 from typer.testing import CliRunner
 
-from pyramidkv import cli
+from pyramidkv import cli, loading
 
 
 def run(*arguments: object, stdin: bytes = b"") -> subprocess.CompletedProcess:
@@ -83,6 +83,23 @@ def test_a_dry_run_prints_the_schedule_and_loads_no_weights(
         *("--method", "pyramidkv-official", "--prompt", words(60)),
     )
     assert "against the 108 that a budget of 27 allows" in official.stdout
+
+
+def test_of_a_model_of_text_and_images_the_text_model_is_used(tmp_path, capsys, monkeypatch):
+    text = tiny_model("qwen3_5_text").config.to_dict()
+    vision = {"depth": 1, "hidden_size": 16, "num_heads": 2, "out_hidden_size": 48}
+    config = Qwen3_5Config(text_config=text, vision_config=vision)
+    Qwen3_5ForConditionalGeneration(config).save_pretrained(tmp_path)
+    # transformers would read a folder of words as this model's own kind of tokenizer
+    monkeypatch.setattr(loading, "load_tokenizer", lambda name: tiny_tokenizer(False))
+    arguments = [*small(tmp_path), "--prompt", words(60)]
+    schedule = Outcome(capsys, monkeypatch, *arguments, "--dry-run").stdout
+    assert "in all: 40 tokens, exactly 2 x 20" in schedule
+    output = tmp_path / "record.json"
+    assert Outcome(capsys, monkeypatch, *arguments, "--output", output).exit_code == 0
+    model = json.loads(output.read_text())["model"]
+    assert (model["model_type"], model["layers"]) == ("qwen3_5_text", 4)
+    assert model["full_attention_layers"] == 2
 
 
 def test_the_prompt_can_come_from_standard_input(model_folder, tmp_path):

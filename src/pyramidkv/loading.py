@@ -25,6 +25,9 @@ DEMO_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
+_TEXT_MODELS_WITHIN = ("qwen3_5", "qwen3_5_moe")
+"""Models of text and images of which `AutoModelForCausalLM` loads the text model by itself."""
+
 _T = TypeVar("_T")
 
 
@@ -42,7 +45,7 @@ def demo_model() -> str:
 
 
 def load_config(name: str) -> PreTrainedConfig:
-    """Return a model's configuration; reads no weights.
+    """Return the configuration the loaded model will have; reads no weights.
 
     Raises:
         LoadError: nothing can be loaded under this name.
@@ -54,6 +57,8 @@ def load_config(name: str) -> PreTrainedConfig:
     if Path(name).is_dir() and not (Path(name) / "config.json").is_file():
         raise LoadError(f"the folder {name!r} has no config.json, so it is not a model folder")
     config: PreTrainedConfig = _load(name, "configuration", AutoConfig.from_pretrained)
+    if config.model_type in _TEXT_MODELS_WITHIN:
+        return config.get_text_config()
     return config
 
 
