@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +15,10 @@ from typer.testing import CliRunner
 
 import pyramidkv
 from pyramidkv import cli, loading
+from pyramidkv.cli.demo import NEEDLE, QUESTION, planted_document
+from pyramidkv.methods import get_method
+from pyramidkv.prompts import encode_prompt
+from pyramidkv.scores import WindowAttention
 
 pytestmark = [
     pytest.mark.model,
@@ -54,6 +61,60 @@ def test_the_capital_of_france(model, tokenizer):
 def test_weights_are_plain_tensors(model):
     assert model.dtype == torch.float32
     assert model.model.layers[0].self_attn.q_proj.weight.shape == (576, 576)
+
+
+@dataclass(frozen=True)
+class Without(WindowAttention):
+    """The window's attention, but with some tokens evicted by hand."""
+
+    evicted: tuple[int, int] = (0, 0)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        scores = super().__call__(*args, **kwargs)
+        scores[..., self.evicted[0] : self.evicted[1]] = float("-inf")
+        return scores
+
+
+def test_without_the_needles_tokens_the_answer_is_another(model, tokenizer):
+    """Decoding reads the compressed cache and nothing else."""
+    text = planted_document(tokenizer, 1600)
+    ids = encode_prompt(tokenizer, f"{text}\n\n{QUESTION}")[0].tolist()
+    needle = tokenizer(NEEDLE, add_special_tokens=False).input_ids
+    place = next(i for i in range(len(ids)) if ids[i : i + len(needle)] == needle)
+    answers = []
+    for evicted in ((0, 0), (place, place + len(needle))):
+        method = dataclasses.replace(
+            get_method("pyramidkv", kernel_size=1),
+            make_score=lambda options, evicted=evicted: Without(
+                options.window_size,
+                options.window_reduce,
+                options.group_reduce,
+                options.value_norm,
+                evicted,
+            ),
+        )
+        context = pyramidkv.compress_context(
+            model, tokenizer, text, method, budget=256, question=QUESTION
+        )
+        kept = context.cache.compressed_layers[0].kept_positions().flatten().tolist()
+        assert any(place <= p < place + len(needle) for p in kept) == (evicted == (0, 0))
+        assert sum(context.record["kept_lengths"]) == 30 * 256
+        answers.append(context.ask(QUESTION, max_new_tokens=24).text)
+    assert "tulip-4821" in answers[0]
+    assert "tulip" not in answers[1]
+
+
+def test_a_question_makes_the_tokens_of_a_normal_conversation(model, tokenizer):
+    text = planted_document(tokenizer, 400)
+    context = pyramidkv.compress_context(model, tokenizer, text, budget=128)
+    for question in (QUESTION, "2 + 2?", '"Why?" is a question.', "été", "漢字?", "(a) or (b)?"):
+        message = [{"role": "user", "content": f"{text}\n\n{question}"}]
+        whole = tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=False)
+        ids = tokenizer(whole, add_special_tokens=False).input_ids
+        assert context.encode(question, [], 1) == ids
+        assert ids[: context.tokens_seen] == context.token_ids
+    # nothing of the document is left to the questions but what its last token may depend on
+    assert len(context.encode("a", [], 1)) - context.tokens_seen < 12
 
 
 def test_the_demo_finds_the_password_where_streamingllm_does_not(monkeypatch, tmp_path, model):

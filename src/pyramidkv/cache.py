@@ -16,7 +16,7 @@ from . import attention
 from .errors import CacheStateError
 from .layer import CompressedLayer
 from .methods import Compression, Method, make_compression
-from .plan import CachePlan
+from .plan import INTERRUPTED, CachePlan
 from .rotary import key_frequencies
 from .support import full_attention_layers
 
@@ -146,6 +146,8 @@ class CompressedCache(Cache):
         for index, layer_index in enumerate(full):
             layers[layer_index] = CompressedLayer(index, self._plan)
         super().__init__(layers=layers)
+        self._in_turn = [i for i, linear in enumerate(self.is_linear) if not linear]
+        self._next = 0  # of them, to take tokens
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -158,7 +160,9 @@ class CompressedCache(Cache):
             plan.question and layer.get_seq_length() + tokens == plan.announced
         ):
             layer.activate_past_recording()  # the question is to be taken back
-        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        taken = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        self._next = (self._next + 1) % len(self._in_turn)
+        return taken
 
     def update_conv_state(
         self, conv_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -185,6 +189,8 @@ class CompressedCache(Cache):
             )
         if layer_idx == 0 and not isinstance(self.layers[0], CompressedLayer):
             self._plan.check(tokens)
+        if layer_idx in self._in_turn and layer_idx != self._in_turn[self._next]:
+            raise CacheStateError(INTERRUPTED)
 
     def expect_prompt(self, attention_mask: Tensor, question_tokens: int = 0) -> None:
         """Announce the whole prompt before its first piece, so that it may come in several.
@@ -381,6 +387,7 @@ class CompressedCache(Cache):
                 layer.reset()
             else:  # older releases only zero a sliding layer
                 self.layers[index] = fresh[index]
+        self._next = 0
         self._plan.reset()
 
     # By `reorder_cache`, since layers that hold a state know no other way

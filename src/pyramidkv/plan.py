@@ -21,6 +21,11 @@ from .selection import Pooling
 PENDING_QUERIES = 64
 """Queries that wait, at most, before they are added to accumulated scores while decoding."""
 
+INTERRUPTED = (
+    "the last forward pass on this compressed cache was interrupted, or its attention did not go "
+    "through pyramidkv; start again from an empty cache (cache.reset())"
+)
+
 
 @dataclass
 class ForwardPass:
@@ -170,10 +175,7 @@ class CachePlan:
         if layer == 0 and self.layers_begun == self.layers_done == self.layer_count:
             self.layers_begun = self.layers_done = 0
         if not self.layers_begun == self.layers_done == layer:
-            raise CacheStateError(
-                "the last forward pass on this compressed cache was interrupted, or its attention "
-                "did not go through pyramidkv; start again from an empty cache (cache.reset())"
-            )
+            raise CacheStateError(INTERRUPTED)
         if layer == 0:
             self.current = self._plan_pass(tokens)
         assert self.current is not None

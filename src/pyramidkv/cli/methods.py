@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 import typer
 
-from ..methods import METHODS, Method
+from ..methods import METHODS, Capability, Method
+
+_CAPABILITIES: tuple[Capability, ...] = get_args(Capability)
 
 
 def methods() -> None:
@@ -16,10 +20,14 @@ def methods() -> None:
             continue
         typer.echo(f"  {_settings(method)}")
         typer.echo(f"  options: {_options(method)}")
+        if missing := [name for name in _CAPABILITIES if name not in method.supports]:
+            typer.echo(f"  without: {', '.join(missing)}")
         typer.echo(f"  source: {method.source}")
     typer.echo(
-        "\nAll of them support left-padded batches, sampling, beam search and further turns. None"
-        "\nevicts while decoding or gives heads of one layer different budgets."
+        "\nAll of them support left-padded batches, sampling, beam search, further turns, and saved"
+        "\ncontexts; a prompt in pieces (--prefill-chunk) and eviction while decoding"
+        "\n(--decode-budget) where nothing else is said. None gives heads of one layer different"
+        "\nbudgets."
         "\n\nscore options: --group-reduce, --window-reduce, --value-norm, --pooling, --kernel-size"
         "\nbudget options: --allocation, --beta, --gamma, --c-max, --c-min, --layer-budgets"
     )
