@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import time
 
 import pytest
 import torch
@@ -95,15 +96,36 @@ def test_a_row_that_ends_early_is_cut_at_its_end(model, tokenizer, context):
     assert [a.token_ids for a in together] == [a.token_ids for a in alone]
 
 
-def test_streaming_gives_the_same_text_and_can_be_closed(context):
+def test_streaming_gives_the_same_text(context):
     answer = context.ask(QUESTIONS[1], max_new_tokens=20)
     assert "".join(context.stream(QUESTIONS[1], max_new_tokens=20)) == answer.text
-    pieces = context.stream(QUESTIONS[1], max_new_tokens=2000 // 20)
-    first = next(pieces)
-    pieces.close()
-    assert answer.text.startswith(first.rstrip())
     with pytest.raises(PromptError, match="question is empty"):
         list(context.stream("  "))
+
+
+def test_closing_a_stream_ends_the_answer_and_errors_come_through():
+    produced = []
+
+    def ask(question, on_text, stop):
+        while not stop():
+            produced.append(f"{question}{len(produced)} ")
+            on_text(produced[-1])
+
+    pieces = stream(ask, "a")
+    assert [next(pieces), next(pieces)] == ["a0 ", "a1 "]
+    pieces.close()
+    count = len(produced)
+    time.sleep(0.05)
+    assert len(produced) == count, "it goes on producing"
+
+    def fail(question, on_text, stop):
+        on_text("first ")
+        raise PromptError("it went wrong")
+
+    pieces = stream(fail, "a")
+    assert next(pieces) == "first "
+    with pytest.raises(PromptError, match="it went wrong"):
+        next(pieces)
 
 
 def test_the_tokens_are_those_of_a_normal_conversation(model, tokenizer, context):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import random
@@ -22,6 +23,7 @@ import pyramidkv
 from pyramidkv import context_file
 from pyramidkv.context_file import _write_checksum
 from pyramidkv.errors import ContextFileError
+from pyramidkv.methods import METHODS
 from pyramidkv.prompts import Turn
 
 SMALL = {"budget": 24, "window_size": 6, "kernel_size": 5}
@@ -333,6 +335,14 @@ def test_a_cache_with_more_than_its_prompt_cannot_be_saved(model, tokenizer, tmp
         model(torch.tensor([[5]]), past_key_values=context.cache)
     with pytest.raises(pyramidkv.CacheStateError, match="nothing after it"):
         context.save(tmp_path / "c.safetensors")
+
+
+def test_a_method_of_ones_own_is_refused_when_saved_not_when_loaded(model, tokenizer, tmp_path):
+    method = dataclasses.replace(METHODS["snapkv"], make_score=METHODS["h2o"].make_score)
+    context = pyramidkv.compress_context(model, tokenizer, words(90), method, **SMALL)
+    with pytest.raises(ContextFileError, match="not as it is here, in the registry"):
+        context.save(tmp_path / "c.safetensors")
+    assert list(tmp_path.iterdir()) == []
 
 
 SAVE_FOREVER = """

@@ -207,7 +207,8 @@ class CompressedContext:
             turns: a conversation to keep with it; by default the one it was loaded with.
 
         Raises:
-            ContextFileError: it cannot be written.
+            ContextFileError: it cannot be written, or its method is not one of the registry's.
+            CacheStateError: the model has layers that cannot be saved.
         """
         from .context_file import save
 

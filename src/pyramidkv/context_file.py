@@ -42,13 +42,19 @@ def save(context: CompressedContext, path: Path, turns: list[Turn]) -> None:
     """Write a context to a temporary file beside `path` and put it in its place.
 
     Raises:
-        ContextFileError: it cannot be written, or the model's cache cannot be saved.
+        ContextFileError: it cannot be written, or its method is not one of the registry's.
+        CacheStateError: a cache of this kind cannot be saved.
     """
-    tokenizer = context.form.tokenizer
+    tokenizer, compression = context.form.tokenizer, context.cache.compression
+    if not _is_registered(compression):
+        raise ContextFileError(
+            f"the method {compression.method.name!r} is not, or not as it is here, in the "
+            "registry, so a context made with it could not be loaded again"
+        )
     described = {
         "model": model_fingerprint(context.model),
         "tokenizer": tokenizer_fingerprint(tokenizer),
-        "compression": context.cache.compression.parameters(),
+        "compression": compression.parameters(),
         "schedule": context.cache.schedules[0],
         "chat": context.form.chat,
         "turns": [[turn.question, turn.answer] for turn in turns],
@@ -70,6 +76,13 @@ def save(context: CompressedContext, path: Path, turns: list[Turn]) -> None:
     except (OSError, SafetensorError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise ContextFileError(f"cannot write {str(path)!r}: {reason}") from None
+
+
+def _is_registered(compression: Compression) -> bool:
+    try:
+        return Compression.from_parameters(compression.parameters()) == compression
+    except PyramidKVError:
+        return False
 
 
 def load(
