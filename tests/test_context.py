@@ -11,6 +11,7 @@ from conftest import tiny_tokenizer, words
 from tiny import VOCABULARY, tiny_model
 
 import pyramidkv
+from pyramidkv.context import stream
 from pyramidkv.errors import CacheStateError, PromptError
 from pyramidkv.methods import METHODS, make_compression
 from pyramidkv.prompts import PromptFormat, Turn
