@@ -55,7 +55,8 @@ class Reference:
             "pyramidkv_test_reference", ALL_MASK_ATTENTION_FUNCTIONS["eager"]
         )
         self.model.set_attn_implementation("pyramidkv_test_reference")
-        self.prompt, self.question, self.width = mask.sum(-1) - question, question, ids.shape[1]
+        self.prompt, self.question = mask.sum(-1) - question, question
+        self.width = ids.shape[1] - question
         sizes = list(pieces) or [ids.shape[1]]
         prompt = list(zip(ids.split(sizes, 1), mask.split(sizes, 1), strict=True))
         waiting = 0

@@ -98,6 +98,11 @@ MISTAKES = {
     "a text as context": (["--load", "D", "-q", "w5"], "no saved context"),
     "save over the document": (["--context", "D", *SMALL, "--save", "D"], "the file that is read"),
     "save into nowhere": (["--context", "D", *SMALL, "--save", "/nowhere/c.st"], "no folder"),
+    "save and output the same": (
+        ["--context", "D", *SMALL, "-q", "w5", "--save", "/tmp/x", "--output", "/tmp/x"],
+        "name two files",
+    ),
+    "bytes that are no text": (["--context", "D", *SMALL, "-q", "w5 \udcff"], "is no valid text"),
     "chunk of nothing": (["--context", "D", *SMALL, "-q", "w5", "--prefill-chunk", "0"], "is 0"),
     "method without pieces": (
         ["--context", "D", "--method", "streamingllm-renumbered", *SMALL[:2], "-q", "w5", *PIECES],
@@ -175,12 +180,33 @@ def test_chat_keeps_turns_and_takes_commands(model_folder, document, saved, tmp_
     assert resumed.stdout.decode().strip() not in answers[:1]
 
 
-def test_chat_goes_on_after_a_question_that_is_too_long(model_folder, saved):
-    lines = "w5 " * 1100 + "\nw7 w8\n"
-    done = run("chat", "--model", model_folder, "--load", saved, *FEW, stdin=lines.encode())
+def test_chat_goes_on_after_what_it_cannot_take(model_folder, saved, document):
+    lines = b"w5 " * 1100 + b"\nw7 \xff\xfe\n/save /nowhere/c.st\nw7 w8\n"
+    done = run("chat", "--model", model_folder, "--load", saved, *FEW, stdin=lines)
     assert done.returncode == 0
+    assert "this line is not UTF-8 text" in done.stderr.decode()
+    assert "has no folder '/nowhere'" in done.stderr.decode()
+    assert "Traceback" not in done.stderr.decode()
     assert "this model's context is 1,024 tokens" in " ".join(done.stderr.decode().split())
     assert done.stdout.decode().strip() == expected_answers(model_folder, ["w7 w8"])[0]
+
+
+def test_chat_does_not_write_over_its_document_nor_read_it_from_the_questions(
+    model_folder, document
+):
+    arguments = ["chat", "--model", model_folder, *SMALL, *FEW]
+    lines = f"/save {document}\n".encode()
+    done = run(*arguments, "--context", document, stdin=lines)
+    assert "is the file that is read" in done.stderr.decode()
+    assert document.read_text() == words(80)
+    assert_one_sentence(run(*arguments, "--context", "-", stdin=b"w5"), "from standard input")
+
+
+def test_names_with_brackets_are_shown_as_they_are(model_folder, document, tmp_path):
+    path = tmp_path / "q[bold][].safetensors"
+    done = run("ask", "--model", model_folder, "--context", document, *SMALL, "--save", path)
+    assert done.returncode == 0, done.stderr.decode()
+    assert f"saved as {str(path)!r}" in done.stderr.decode()
 
 
 def test_ctrl_c_stops_the_answer_not_the_program(model_folder, saved):

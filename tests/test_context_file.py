@@ -77,13 +77,16 @@ def write(path, header, body):
     raw = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     path.write_bytes(len(raw).to_bytes(8, "little") + raw + body)
     _blank_checksum(path)
-    _write_checksum(path)
+    if context_file._CHECKSUM.search(path.read_bytes()):
+        _write_checksum(path)
     return path
 
 
 def _blank_checksum(path):
     data = path.read_bytes()
     found = context_file._CHECKSUM.search(data)
+    if found is None:
+        return
     path.write_bytes(data[: found.start(1)] + b"0" * 64 + data[found.end(1) :])
 
 
@@ -202,7 +205,7 @@ def test_another_model_type_or_tokenizer_is_refused(saved, model, tokenizer):
 def test_foreign_newer_and_missing_files_are_refused(saved, model, tokenizer, tmp_path):
     path = tmp_path / "other.safetensors"
     assert_refused(path, model, tokenizer, "No such file")
-    assert_refused(tmp_path, model, tokenizer, "directory")
+    assert_refused(tmp_path, model, tokenizer, "is no plain file")
     save_file({"weight": torch.zeros(3)}, path)
     assert_refused(path, model, tokenizer, "no saved context of pyramidkv")
     save_file({"weight": torch.zeros(3)}, path, {"format": "pt"})
@@ -280,8 +283,16 @@ def forged_headers(saved):
     yield described_as(compression={"method": "snapkv", "budget": 3})
     yield described_as(compression=[])
     yield described_as(model=None)
-    yield described_as(turns=[["only a question"]])
     yield described_as(record=3)
+    yield described_as(chat="false")
+    yield described_as(compression={**described["compression"], "window_size": 6.0})
+    yield described_as(compression={**described["compression"], "kernel_size": 10**30 + 1})
+    power = {**described["compression"], "allocation": "power", "gamma": 10**400}
+    yield described_as(compression=power)
+    yield described_as(compression={**described["compression"], "decode_budget": 30})
+    for name, value in (("context", 5), ("format_version", "²"), ("checksum", 7)):
+        metadata = {**header["__metadata__"], name: value}
+        yield {**header, "__metadata__": {**metadata, "spare": f'"checksum":"{"0" * 64}"'}}
     yield {**header, "__metadata__": {**header["__metadata__"], "context": "[" * 100_000}}
     yield {**header, "__metadata__": {**header["__metadata__"], "context": "{}"}}
 
@@ -290,7 +301,8 @@ def test_forged_files_are_refused_too(saved, model, tokenizer, tmp_path):
     body = parts(saved)[1]
     for index, header in enumerate(forged_headers(saved)):
         path = write(tmp_path / f"forged{index}.safetensors", header, body)
-        assert_refused(path, model, tokenizer)
+        message = assert_refused(path, model, tokenizer)
+        assert "checksum" not in message or "missing" in message, "refused for another reason"
 
 
 def test_forged_positions_and_tokens_are_refused(saved, model, tokenizer, tmp_path):
@@ -304,9 +316,18 @@ def test_forged_positions_and_tokens_are_refused(saved, model, tokenizer, tmp_pa
         ("token_ids", lambda t: -t - 1),
         ("token_ids", lambda t: t[:-1]),
         ("text", lambda t: t + 128),
+        ("text", lambda t: torch.tensor(10**14)),
+        ("text", lambda t: t.float()),
+        ("text", lambda t: t[:0]),
+        ("text", lambda t: t[:-2]),
+        ("turns", lambda t: t[:-1]),
+        ("turns", lambda t: torch.frombuffer(bytearray(b'[["only a question"]]'), dtype=t.dtype)),
+        ("turns", lambda t: torch.frombuffer(bytearray(b"[[1, 2]]"), dtype=t.dtype)),
+        ("layers.0.sums", lambda t: torch.zeros((1, 2, 3, 24))),
+        ("layers.0.queries", lambda t: torch.zeros((1, 6, 6, 8))),
     ):
         tensors = load_file(saved)
-        tensors[name] = change(tensors[name]).contiguous()
+        tensors[name] = change(tensors.get(name)).contiguous()
         path = tmp_path / "forged.safetensors"
         save_file(tensors, path, {**metadata, "checksum": "0" * 64})
         _write_checksum(path)

@@ -26,14 +26,15 @@ def decoding(name, budget=20, decode_budget=24, interval=5, **options):
     )
 
 
-def assert_same(model, compression, lengths, steps, sizes=None):
+def assert_same(model, compression, lengths, steps, sizes=None, question=0):
     ids, mask = prompt_ids(*lengths)
     sizes = sizes or (ids.shape[1],)
-    expected = Reference(model, compression).decode(ids, mask, steps, sizes)
+    expected = Reference(model, compression).decode(ids, mask, steps, sizes, question)
     cache = make_cache(model, compression)
-    cache.expect_prompt(mask)
+    cache.expect_prompt(mask, question)
     actual = [feed(model, cache, ids, mask, sizes)]
     cache.end_prompt()
+    mask = mask[:, : mask.shape[1] - question]
     actual += steps_of(model, cache, mask, steps)
     for got, want in zip(actual, expected, strict=True):
         torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
@@ -69,14 +70,45 @@ def test_options_and_intervals(name, options, attention):
     assert_same(model, decoding(name, **options), (60, 30), single_steps(2, count))
 
 
-@pytest.mark.parametrize("architecture", ["llama", "qwen3_next", "lfm2"])
+@pytest.mark.parametrize("architecture", ["gemma3_text", "qwen3_next", "lfm2"])
 @pytest.mark.parametrize("name", ["pyramidkv", "h2o", "streamingllm"])
-def test_padded_turns_and_pieces_together(name, architecture):
-    """Left padding in later turns leaves holes between stored rows."""
+def test_other_kinds_of_layers_beside_decode_budgets_and_pieces(name, architecture):
     model = tiny_model(architecture, "sdpa")
+    steps = [prompt_ids(7, 7, 7, seed=1)[0], *single_steps(3, 9)]
+    assert_same(model, decoding(name), (60, 9, 43), steps, (20, 20, 20))
+
+
+@pytest.mark.parametrize("name", ["pyramidkv", "h2o", "streamingllm"])
+def test_padded_turns_and_pieces_together(name):
+    """Left padding in later turns leaves holes between stored rows."""
+    model = tiny_model("llama", "sdpa")
     turns = [prompt_ids(7, 3, 5, seed=1), *single_steps(3, 4), prompt_ids(2, 8, 8, seed=2)]
     steps = [*turns, *single_steps(3, 9)]
     assert_same(model, decoding(name), (60, 9, 43), steps, (20, 20, 20))
+
+
+@pytest.mark.parametrize("sizes", [(60,), (25, 25, 10), (52, 8)])
+@pytest.mark.parametrize("lengths", [(60,), (60, 11, 43)], ids=["batch1", "padded3"])
+@pytest.mark.parametrize("name", ["snapkv", "h2o", "streamingllm"])
+def test_a_question_that_was_dropped_votes_no_more(name, lengths, sizes):
+    model = tiny_model("llama", "sdpa")
+    compression = decoding(name, 20, 24, 1)
+    assert_same(model, compression, lengths, single_steps(len(lengths), 16), sizes, question=8)
+
+
+def test_what_the_prompt_needed_is_freed_once_the_decode_budget_is_smaller():
+    model = tiny_model("llama", "sdpa")
+    settings = {"window_size": 6, "decode_budget": 40, "decode_interval": 4}
+    for lengths in ((900,), (900, 500)):
+        ids, mask = prompt_ids(*lengths)
+        cache = pyramidkv.CompressedCache(model, "snapkv", 800, **settings)
+        feed(model, cache, ids, mask, (900,))
+        before = cache.allocated_bytes
+        steps = single_steps(len(lengths), 8)
+        steps_of(model, cache, mask, steps)
+        assert cache.allocated_bytes < before / 4
+        assert cache.kept_lengths() == [[40] * len(lengths)] * 4
+        steps_of(model, cache, torch.cat([mask, torch.ones((len(lengths), 8))], 1).long(), steps)
 
 
 @pytest.mark.parametrize("name", ABLE)

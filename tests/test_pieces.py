@@ -280,6 +280,35 @@ def test_generate_takes_its_prompt_in_pieces_once_it_is_announced():
         assert torch.equal(a.keys[:, :, : b.keys.shape[2]], b.keys)
 
 
+@pytest.mark.parametrize("length", [(60,), (60, 20, 43)], ids=["batch1", "padded3"])
+@pytest.mark.parametrize("budget", [24, 100])
+def test_renumbered_tokens_end_where_the_context_does(budget, length):
+    model = tiny_model("llama", "sdpa")
+    compression = make_compression("streamingllm-renumbered", budget)
+    assert_same_in_pieces(model, compression, length, (60,), question=8)
+
+
+def test_what_follows_a_question_before_the_prompt_is_ended_is_refused():
+    model = tiny_model("gemma3_text", "sdpa")
+    ids, mask = prompt_ids(60)
+    cache = make_cache(model, small("pyramidkv"))
+    cache.expect_prompt(mask, 8)
+    feed(model, cache, ids, mask, (60,))
+    with pytest.raises(CacheStateError, match=r"call cache.end_prompt\(\)"):
+        steps_of(model, cache, mask, [prompt_ids(1)[0]])
+
+
+@pytest.mark.parametrize("architecture", ["gemma3_text", "qwen3_next"])
+def test_padding_after_the_prompt_is_refused_where_other_layers_would_count_it(architecture):
+    model = tiny_model(architecture, "eager")
+    ids, mask = prompt_ids(60, 30)
+    cache = make_cache(model, small("pyramidkv"))
+    feed(model, cache, ids, mask, (60,))
+    cache.end_prompt()
+    with pytest.raises(CacheStateError, match="padding after the prompt"):
+        steps_of(model, cache, mask, [prompt_ids(7, 3)])
+
+
 @pytest.mark.parametrize("architecture", ["llama", "gemma3_text"])
 @pytest.mark.parametrize("lengths", [(60,), (60, 20, 43)], ids=["batch1", "padded3"])
 @pytest.mark.parametrize("sizes", [(60,), (25, 25, 10), (52, 8)])

@@ -10,6 +10,7 @@ switched model behaves exactly as before for everything but our caches.
 from __future__ import annotations
 
 import importlib
+import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -157,6 +158,7 @@ class _Users:
         self.count = 0
 
 
+_switching = threading.RLock()  # a cache may be dropped by any thread, at any moment
 _switched: WeakKeyDictionary[PreTrainedModel, _Users] = WeakKeyDictionary()
 
 
@@ -166,27 +168,29 @@ def acquire(model: PreTrainedModel) -> None:
     Raises:
         AttentionError: the model's implementation cannot be wrapped.
     """
-    users = _switched.get(model)
-    if users is None:
-        users = _Users(model.config._attn_implementation)
-        name = _register(users.original)
-        model.set_attn_implementation(name)
-        if model.config._attn_implementation != name:
-            raise AttentionError(
-                f"{type(model).__name__} does not let its attention implementation be set, so its "
-                "cache cannot be compressed"
-            )
-        _switched[model] = users
-    users.count += 1
+    with _switching:
+        users = _switched.get(model)
+        if users is None:
+            users = _Users(model.config._attn_implementation)
+            name = _register(users.original)
+            model.set_attn_implementation(name)
+            if model.config._attn_implementation != name:
+                raise AttentionError(
+                    f"{type(model).__name__} does not let its attention implementation be set, so "
+                    "its cache cannot be compressed"
+                )
+            _switched[model] = users
+        users.count += 1
 
 
 def release(model: PreTrainedModel) -> None:
     """Undo one `acquire`; the last one gives the model its own implementation back."""
-    users = _switched.get(model)
-    if users is None:
-        return
-    users.count -= 1
-    if users.count == 0:
-        del _switched[model]
-        if model.config._attn_implementation == _wrapped_name(users.original):
-            model.set_attn_implementation(users.original)
+    with _switching:
+        users = _switched.get(model)
+        if users is None:
+            return
+        users.count -= 1
+        if users.count == 0:
+            del _switched[model]
+            if model.config._attn_implementation == _wrapped_name(users.original):
+                model.set_attn_implementation(users.original)

@@ -139,7 +139,8 @@ class CompressedCache(Cache):
         compression.check(len(full))
         self._config, self._dtype = model.config, model.dtype
         self._held = None
-        self._plan = CachePlan(compression, len(full), on_layer)
+        only_full = len(full) == model.config.num_hidden_layers
+        self._plan = CachePlan(compression, len(full), on_layer, only_full)
         if compression.method.renumber:
             self._plan.frequencies = key_frequencies(model)
         layers: list[Any] = list(DynamicCache(config=model.config).layers)
@@ -204,7 +205,7 @@ class CompressedCache(Cache):
             attention_mask: `[batch, tokens]`, nonzero for real tokens, padded on the left.
             question_tokens: the last tokens of every row; they take part in choosing what is kept
                 of the tokens before them, and are then dropped, as if they had never been seen.
-                They must come whole in the last piece.
+                They must come whole in the last piece, and `end_prompt` must be called after it.
 
         Raises:
             CacheStateError: the cache has a prompt, or a layer could not drop the question.
@@ -312,6 +313,7 @@ class CompressedCache(Cache):
             schedule: tokens each full-attention layer kept.
 
         Raises:
+            KeyError: a tensor is missing.
             ValueError: names, shapes or types do not fit the model.
         """
         cache = cls.for_switched_model(model, compression)
@@ -330,29 +332,25 @@ class CompressedCache(Cache):
         remaining = dict(tensors)
         layers: list[Any] = self.layers
         for index, layer in enumerate(layers):
-            held = {
-                name: remaining.pop(f"layers.{index}.{name}")
-                for name in ("keys", "values", "positions", "queries", "sums")
-                if f"layers.{index}.{name}" in remaining
-            }
             if isinstance(layer, CompressedLayer):
-                rows = schedule[layer.index]
+                kept = schedule[layer.index]
+                shapes = layer.expected_shapes(
+                    kept, length, heads, config.num_attention_heads, size
+                )
+            elif type(layer) is DynamicSlidingWindowLayer:
+                states = (1, heads, min(length, layer.sliding_window - 1), size)
+                shapes = {"keys": states, "values": states}
             else:
-                rows = min(length, layer.sliding_window - 1)
-            shapes = {"keys": (1, heads, rows, size), "values": (1, heads, rows, size)}
-            queries = config.num_attention_heads
-            if self.compression.decode_budget is not None:
-                shapes["queries"] = (1, queries, held.get("queries", held["keys"]).shape[2], size)
-                shapes["sums"] = (1, heads, queries // heads, rows)
-            for name, tensor in held.items():
-                kind = torch.float32 if name == "sums" else self._dtype
-                if name != "positions" and (
-                    tensor.shape != shapes.get(name) or tensor.dtype != kind
-                ):
+                raise ValueError(f"layer {index} holds a state, which cannot be saved")
+            held = {}
+            for name, shape in shapes.items():
+                tensor = held[name] = remaining.pop(f"layers.{index}.{name}")
+                kinds = {"positions": torch.int32, "sums": torch.float32}
+                if tensor.shape != shape or tensor.dtype != kinds.get(name, self._dtype):
                     raise ValueError(f"the {name} of layer {index} have another shape or type")
             if isinstance(layer, CompressedLayer):
                 layer.restore(held, length)
-            else:  # a sliding window's
+            else:
                 layer.lazy_initialization(held["keys"], held["values"])
                 layer.keys, layer.values = held["keys"], held["values"]
                 layer.cumulative_length = length

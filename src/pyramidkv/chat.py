@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -47,13 +48,16 @@ class Chat:
 
         If the answer fails, the conversation is as it was before.
         """
+        started = time.perf_counter()
         check_settings(max_new_tokens, temperature)
         ids = self.context.encode(question, self.turns, max_new_tokens)
         cache = self._continued(ids)
         self._cache = None  # unless all goes well, the next question starts from the document
-        result = answer(self.context, cache, ids, max_new_tokens, temperature, on_text, stop)
-        self._cache = cache
+        result = answer(
+            self.context, cache, ids, max_new_tokens, temperature, on_text, stop, started
+        )
         self._seen = (ids + result.token_ids)[: cache.tokens_seen]
+        self._cache = cache
         self.turns.append(Turn(question.strip(), result.text))
         return result
 

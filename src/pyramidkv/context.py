@@ -79,6 +79,10 @@ def compress_context(
     form = PromptFormat.choose(tokenizer, chat)
     ids = form.encode_context(text)
     length = len(ids)
+    if not length:
+        raise PromptError(
+            "the chat template puts nothing of the context before the question; use chat=False"
+        )
     if question is not None:
         question = _checked(question)
         ids = _beginning_with(ids, form.encode(question, text))
@@ -159,11 +163,11 @@ class CompressedContext:
         Raises:
             PromptError: the question is empty or too long.
         """
+        started = time.perf_counter()
         check_settings(max_new_tokens, temperature)
-        ids = self._encode(question, max_new_tokens)
-        return answer(
-            self, copy.deepcopy(self.cache), ids, max_new_tokens, temperature, on_text, stop
-        )
+        ids = self.encode(question, [], max_new_tokens)
+        cache = copy.deepcopy(self.cache)
+        return answer(self, cache, ids, max_new_tokens, temperature, on_text, stop, started)
 
     def stream(self, question: str, **settings: Any) -> Iterator[str]:
         """Answer one question and yield its text as it is produced; see `ask` for settings.
@@ -177,15 +181,16 @@ class CompressedContext:
     ) -> list[Generation]:
         """Answer several questions at once, as rows of one batch; each as by `ask`.
 
-        Models with layers that are no full attention take questions of equal length together:
-        padding would stand between the context and the question there.
+        With a decode budget, and on models with layers that are no full attention, only questions
+        of equal length are taken together: padding between context and question would count there.
         """
         check_settings(max_new_tokens, temperature)
-        encoded = [self._encode(question, max_new_tokens) for question in questions]
+        encoded = [self.encode(question, [], max_new_tokens) for question in questions]
         only_full = len(self.cache.compressed_layers) == len(self.cache.layers)
+        any_length = only_full and self.cache.compression.decode_budget is None
         groups: dict[int, list[int]] = {}
         for index, ids in enumerate(encoded):
-            groups.setdefault(0 if only_full else len(ids), []).append(index)
+            groups.setdefault(0 if any_length else len(ids), []).append(index)
         answers: dict[int, Generation] = {}
         for members in groups.values():
             rows = [encoded[index] for index in members]
@@ -238,9 +243,6 @@ class CompressedContext:
         """Bytes of the keys and values held."""
         return self.cache.kv_bytes
 
-    def _encode(self, question: str, max_new_tokens: int) -> list[int]:
-        return self.encode(question, [], max_new_tokens)
-
     def encode(self, question: str, turns: Sequence[Turn], max_new_tokens: int) -> list[int]:
         """Return the tokens of a conversation about the document that ends with a question.
 
@@ -292,12 +294,16 @@ def answer(
     ids: list[int],
     max_new_tokens: int,
     temperature: float,
-    on_text: Callable[[str], None] | None = None,
-    stop: Callable[[], bool] | None = None,
+    on_text: Callable[[str], None] | None,
+    stop: Callable[[], bool] | None,
+    started: float,
 ) -> Generation:
-    """Generate from a cache that has seen the first of `ids`, and go on with that cache."""
+    """Generate from a cache that has seen the first of `ids`, and go on with that cache.
+
+    Times count from `started`, of `time.perf_counter`.
+    """
     tokenizer = context.form.tokenizer
-    stream = MeasuringStream(tokenizer, cache, on_text)
+    measuring = MeasuringStream(tokenizer, cache, on_text, started)
     prompt = torch.tensor([ids], device=context.model.device)
     new: Tensor = decode(
         context.model,
@@ -305,12 +311,12 @@ def answer(
         cache,
         prompt,
         torch.ones_like(prompt),
-        stream,
+        measuring,
         max_new_tokens,
         temperature,
         stop,
     )
-    facts = {**stream.times(), "kv_bytes": cache.kv_bytes}
+    facts = {**measuring.times(), "kv_bytes": cache.kv_bytes}
     return _generation(context, len(ids), new[0].tolist(), max_new_tokens, temperature, facts)
 
 

@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 import re
+import stat
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from .cache import CompressedCache
 from .context import CompressedContext
@@ -26,6 +27,7 @@ from .errors import ContextFileError, PyramidKVError
 from .methods import Compression
 from .prompts import PromptFormat, Turn
 from .records import replacing
+from .support import state_layers
 
 FORMAT = "pyramidkv-context"
 VERSION = 1
@@ -36,14 +38,28 @@ _CHECKSUM = re.compile(rb'"checksum":"([0-9a-f]{64})"')
 _BLANK = "0" * 64
 _PROBE_TEXT = "The 3 quick foxes, naïve & ÇA: 漢字 🙂\n\n\tdef f(x): return x**2"
 _SAMPLES = 16  # values read from each weight
+_SETTINGS = (
+    "attn_logit_softcapping",
+    "head_dim",
+    "hidden_act",
+    "layer_types",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "query_pre_attn_scalar",
+    "rms_norm_eps",
+    "rope_parameters",
+    "sliding_window",
+)
+"""Of a model's configuration: what changes its results although the weights are the same."""
 
 
 def save(context: CompressedContext, path: Path, turns: list[Turn]) -> None:
     """Write a context to a temporary file beside `path` and put it in its place.
 
     Raises:
-        ContextFileError: it cannot be written, or its method is not one of the registry's.
-        CacheStateError: a cache of this kind cannot be saved.
+        ContextFileError: it cannot be written, its method is not one of the registry's, or the
+            model has layers that cannot be saved.
+        CacheStateError: something follows the document in its cache.
     """
     tokenizer, compression = context.form.tokenizer, context.cache.compression
     if not _is_registered(compression):
@@ -51,18 +67,19 @@ def save(context: CompressedContext, path: Path, turns: list[Turn]) -> None:
             f"the method {compression.method.name!r} is not, or not as it is here, in the "
             "registry, so a context made with it could not be loaded again"
         )
+    check_savable(context.model.config)
     described = {
         "model": model_fingerprint(context.model),
         "tokenizer": tokenizer_fingerprint(tokenizer),
         "compression": compression.parameters(),
         "schedule": context.cache.schedules[0],
         "chat": context.form.chat,
-        "turns": [[turn.question, turn.answer] for turn in turns],
         "record": context.record,
     }
     tensors = {name: tensor.cpu() for name, tensor in context.cache.tensors().items()}
     tensors["token_ids"] = torch.tensor(context.token_ids, dtype=torch.int32)
-    tensors["text"] = torch.frombuffer(bytearray(context.text.encode()), dtype=torch.uint8)
+    tensors["text"] = _to_bytes(context.text)
+    tensors["turns"] = _to_bytes(json.dumps([[turn.question, turn.answer] for turn in turns]))
     metadata = {
         "format": FORMAT,
         "format_version": str(VERSION),
@@ -85,6 +102,15 @@ def _is_registered(compression: Compression) -> bool:
         return False
 
 
+def check_savable(config: PreTrainedConfig) -> None:
+    """Raise `ContextFileError` if contexts of such a model cannot be saved."""
+    if state_layers(config):
+        raise ContextFileError(
+            f"contexts of {config.model_type} models cannot be saved: their linear-attention or "
+            "convolution layers hold states, which only live in memory"
+        )
+
+
 def load(
     path: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
 ) -> CompressedContext:
@@ -100,50 +126,50 @@ def load(
         raise
     except PyramidKVError as error:
         raise ContextFileError(f"{str(path)!r} cannot be used: {error}") from None
-    except (SafetensorError, OSError, KeyError, TypeError, ValueError, IndexError) as error:
+    except KeyError as error:
         raise ContextFileError(
-            f"{str(path)!r} is no valid saved context: {_first_line(error)}"
+            f"{str(path)!r} is no valid saved context: it lacks {error.args[0]!r}"
         ) from None
+    except Exception as error:  # whoever forges a file finds one that no list has
+        told = isinstance(error, ValueError | SafetensorError)
+        reason = _first_line(error) if told else type(error).__name__
+        raise ContextFileError(f"{str(path)!r} is no valid saved context: {reason}") from None
 
 
-def read_description(path: Path) -> dict[str, Any]:
+def read_description(path: Path, check_content: bool = True) -> dict[str, Any]:
     """Return what a saved context says about itself, after checking that it is whole.
 
-    Nothing is allocated beyond the size of the file's header.
+    Args:
+        path: the file; beyond its header it is read block by block.
+        check_content: compare the content with the checksum, too.
 
     Raises:
         ContextFileError: it is damaged, none of ours, or of a newer version.
     """
     name = repr(str(path))
     try:
+        if not stat.S_ISREG(path.stat().st_mode):
+            raise ContextFileError(f"{name} is no plain file")
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
             start = file.read(8)
             length = int.from_bytes(start, "little")
             if len(start) < 8 or not 2 <= length <= min(size - 8, MAX_HEADER_BYTES):
-                raise ContextFileError(
-                    f"{name} is no saved context, or is cut off at its beginning"
-                )
+                raise ContextFileError(f"{name} is no saved context, or is cut off")
             header = file.read(length)
             metadata = _metadata(name, header)
-            version = str(metadata.get("format_version"))
-            if version != str(VERSION):
-                newer = version.isdigit() and len(version) < 9 and int(version) > VERSION
-                why = "a newer version of pyramidkv: update it" if newer else "no known version"
-                raise ContextFileError(
-                    f"{name} has the format version {version[:20]!r}, which is that of {why}; this "
-                    f"one reads version {VERSION}"
-                )
             found = _CHECKSUM.search(header)
             if found is None:
                 raise ContextFileError(f"{name} is damaged: its checksum is missing")
             digest = hashlib.sha256(start + header[: found.start(1)] + _BLANK.encode())
             digest.update(header[found.end(1) :])
-            while block := file.read(2**20):
+            while check_content and (block := file.read(2**20)):
                 digest.update(block)
     except OSError as error:
+        if isinstance(error, ContextFileError):
+            raise
         raise ContextFileError(f"cannot read {name}: {error.strerror or error}") from None
-    if digest.hexdigest().encode() != found.group(1):
+    if check_content and digest.hexdigest().encode() != found.group(1):
         raise ContextFileError(
             f"{name} is damaged or cut off: its content does not match its checksum"
         )
@@ -153,7 +179,7 @@ def read_description(path: Path) -> dict[str, Any]:
         described = None
     if not isinstance(described, dict):
         raise ContextFileError(f"{name} is no valid saved context: it has no description")
-    return described
+    return {**described, "checksum": metadata.get("checksum")}
 
 
 def _metadata(name: str, header: bytes) -> dict[str, str]:
@@ -161,11 +187,21 @@ def _metadata(name: str, header: bytes) -> dict[str, str]:
         parsed = json.loads(header)
     except (ValueError, RecursionError):
         raise ContextFileError(f"{name} is no saved context, or its header is damaged") from None
-    metadata = parsed.get("__metadata__") if isinstance(parsed, dict) else None
-    if not isinstance(metadata, dict) or metadata.get("format") != FORMAT:
+    found = parsed.get("__metadata__") if isinstance(parsed, dict) else None
+    metadata: dict[str, str] = found if isinstance(found, dict) else {}
+    texts = all(isinstance(value, str) for value in metadata.values())
+    if not texts or metadata.get("format") != FORMAT:
         raise ContextFileError(
             f"{name} is no saved context of pyramidkv; give a file written by ask --save or "
             "CompressedContext.save"
+        )
+    version = metadata.get("format_version", "")
+    if version != str(VERSION):
+        newer = re.fullmatch("[0-9]{1,8}", version) is not None and int(version) > VERSION
+        why = "a newer version of pyramidkv: update it" if newer else "no known version"
+        raise ContextFileError(
+            f"{name} has the format version {version[:20]!r}, which is that of {why}; this one "
+            f"reads version {VERSION}"
         )
     return metadata
 
@@ -193,17 +229,35 @@ def _build(
     _check_origin(repr(str(path)), described, model, tokenizer)
     compression = Compression.from_parameters(described["compression"])
     with safe_open(path, framework="pt", device="cpu") as file:
+        if (file.metadata() or {}).get("checksum") != described["checksum"]:
+            raise ValueError("it was replaced while it was read")
         names = list(file.keys())
         tensors: dict[str, Tensor] = {name: file.get_tensor(name) for name in names}
-    text = bytes(tensors.pop("text").numpy()).decode()
+    text = _to_text(tensors.pop("text"))
+    turns = [Turn(*turn) for turn in json.loads(_to_text(tensors.pop("turns")))]
     token_ids = _token_ids(tensors.pop("token_ids"), model)
+    chat, record = described["chat"], described["record"]
+    if type(chat) is not bool or not isinstance(record, dict):
+        raise ValueError("its description has values of other types")
+    if not all(isinstance(text, str) for turn in turns for text in (turn.question, turn.answer)):
+        raise ValueError("its turns are no texts")
+    form = PromptFormat(tokenizer, chat)
+    if form.encode("What", text)[: len(token_ids)] != token_ids:
+        raise ValueError("its text and its tokens do not belong together")
     tensors = {name: _on_device(tensor, name, model) for name, tensor in tensors.items()}
-    turns = [Turn(str(question), str(answer)) for question, answer in described["turns"]]
-    record = dict(described["record"])
-    form = PromptFormat(tokenizer, bool(described["chat"]))
     schedule = described["schedule"]
     cache = CompressedCache.from_tensors(model, compression, tensors, len(token_ids), schedule)
     return CompressedContext(model, form, cache, text, token_ids, record, turns)
+
+
+def _to_bytes(text: str) -> Tensor:
+    return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+
+
+def _to_text(stored: Tensor) -> str:
+    if stored.dtype != torch.uint8 or stored.ndim != 1 or not stored.numel():
+        raise ValueError("its texts are none")
+    return stored.numpy().tobytes().decode()
 
 
 def _on_device(tensor: Tensor, name: str, model: PreTrainedModel) -> Tensor:
@@ -217,9 +271,9 @@ def _on_device(tensor: Tensor, name: str, model: PreTrainedModel) -> Tensor:
 
 
 def _token_ids(stored: Tensor, model: PreTrainedModel) -> list[int]:
-    ids: list[int] = stored.tolist()
-    if stored.dtype != torch.int32 or stored.ndim != 1 or not ids:
+    if stored.dtype != torch.int32 or stored.ndim != 1 or not stored.numel():
         raise ValueError("its token ids are none")
+    ids: list[int] = stored.tolist()
     if not 0 <= min(ids) <= max(ids) < model.config.vocab_size:
         raise ValueError("it has token ids outside of the model's vocabulary")
     return ids
@@ -229,14 +283,14 @@ def _check_origin(
     name: str, described: dict[str, Any], model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
 ) -> None:
     theirs, ours = described["model"], model_fingerprint(model)
-    if theirs != ours:
-        shape = ("model_type", "layers", "rotary")
+    if {**theirs, "name": None} != {**ours, "name": None}:  # a folder may have been moved
+        shape = ("model_type", "layers", "settings")
         if theirs["dtype"] != ours["dtype"] and all(theirs[name] == ours[name] for name in shape):
             raise ContextFileError(
                 f"{name} was made in {theirs['dtype']}, but the model is in {ours['dtype']}; load "
                 f"the model in {theirs['dtype']}"
             )
-        known_as = described["record"]["model"]["name"] or "a model without a name"
+        known_as = theirs["name"] or "a model without a name"
         raise ContextFileError(
             f"{name} was made with another model: {known_as} ({theirs['model_type']}, "
             f"{theirs['layers']} layers, {theirs['dtype']}); load that one"
@@ -249,7 +303,7 @@ def _check_origin(
 
 
 def model_fingerprint(model: PreTrainedModel) -> dict[str, Any]:
-    """Return what tells models apart: shape, rotary settings, and a sample of every weight."""
+    """Return what tells models apart: shape, settings, and a sample of every weight."""
     digest = hashlib.sha256()
     for name, weight in model.named_parameters():
         digest.update(f"{name} {tuple(weight.shape)}".encode())
@@ -258,11 +312,13 @@ def model_fingerprint(model: PreTrainedModel) -> dict[str, Any]:
             step = max(1, flat.shape[0] // _SAMPLES)
             digest.update(flat[::step][:_SAMPLES].float().cpu().numpy().tobytes())
     config = model.config
+    settings = {name: getattr(config, name, None) for name in _SETTINGS}
     return {
+        "name": config._name_or_path,
         "model_type": config.model_type,
         "layers": config.num_hidden_layers,
         "dtype": str(model.dtype).removeprefix("torch."),
-        "rotary": json.dumps(getattr(config, "rope_parameters", None), sort_keys=True, default=str),
+        "settings": json.dumps(settings, sort_keys=True, default=str),
         "weights": digest.hexdigest(),
     }
 

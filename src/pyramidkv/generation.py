@@ -202,6 +202,7 @@ def decode(
             input_ids=ids,
             attention_mask=mask,
             max_new_tokens=max_new_tokens,
+            num_beams=1,  # a stream has no use for more
             eos_token_id=stop_tokens(model, tokenizer),
             pad_token_id=pad_token(tokenizer),
             streamer=stream,
@@ -237,11 +238,12 @@ class MeasuringStream(TextStreamer):
         tokenizer: PreTrainedTokenizerBase,
         cache: CompressedCache,
         on_text: Callable[[str], None] | None,
+        started: float | None = None,
     ):
         super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
         self._cache = cache
         self._on_text = on_text
-        self._times = [time.perf_counter()]
+        self._times = [time.perf_counter() if started is None else started]
         self.cache_after_prompt: dict[str, Any] = {}
 
     def put(self, value: Tensor) -> None:

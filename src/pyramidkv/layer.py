@@ -85,9 +85,10 @@ class CompressedLayer(CacheLayerMixin):
             self._storage.append(keys, values)
             keys, values = self._storage.keys, self._storage.values
         elif self._storage is not None:
-            keys = torch.cat([self._storage.keys, keys.detach()], dim=2)
-            values = torch.cat([self._storage.values, values.detach()], dim=2)
+            stored = [self._storage.keys, self._storage.values]
             self._storage = None  # nothing is held twice
+            keys = torch.cat([stored.pop(0), keys.detach()], dim=2)
+            values = torch.cat([stored.pop(0), values.detach()], dim=2)
         self._tokens_seen += now.tokens
         setattr(keys, LAYER_TAG, self)
         return keys, values
@@ -232,6 +233,8 @@ class CompressedLayer(CacheLayerMixin):
         if now.evicts:
             self._evict(voters, keys, values, scale, softcap)
         spent = plan.accumulates and now.votes  # these queries are in the sums
+        if plan.remembers and now.completes and plan.question and not spent:
+            voters = self._context_voters(queries)
         votes.remember(voters if plan.remembers and not spent else None)
         if not plan.remembers:
             votes.forget_sums()
@@ -240,6 +243,16 @@ class CompressedLayer(CacheLayerMixin):
             if now.completes:
                 self._tokens_seen -= plan.question
         plan.end(self.index)
+
+    def _context_voters(self, queries: Tensor) -> Tensor:
+        """Return the last queries before the question, which is not to vote any more."""
+        plan = self._plan
+        assert plan.current is not None
+        assert plan.score is not None
+        question = plan.question
+        own = queries[:, :, : queries.shape[2] - question]
+        new = [count - question for count in plan.current.new]
+        return self._votes.join(own, new, [plan.score.query_count(n) for n in plan.lengths])
 
     def _parts(self, rows: int) -> list[slice]:
         """Return the parts of the batch to work on at once: all of it if its rows are alike."""
@@ -295,7 +308,8 @@ class CompressedLayer(CacheLayerMixin):
             else:
                 kept_keys, kept_values = _take(own_keys, indices), _take(own_values, indices)
             if plan.frequencies is not None:
-                last = torch.arange(count - target, count, device=keys.device)
+                end = count - dropped
+                last = torch.arange(end - target, end, device=keys.device)
                 kept_keys = move_keys(kept_keys, last - indices, plan.frequencies)
             storage.put(at, rows, kept_keys, kept_values)
             chosen.append(indices + first)
@@ -303,6 +317,8 @@ class CompressedLayer(CacheLayerMixin):
                 mine = self._candidate_positions(at, own_keys, count).gather(-1, indices)
                 positions.append(functional.pad(mine, (rows - target, 0)))
         storage.settle(targets)
+        if not now.in_prompt:
+            storage.shrink(plan.compression.decode_interval)
         self._storage = storage
         self._positions = torch.cat(positions) if positions else None
         votes.keep(chosen, rows)
@@ -343,20 +359,34 @@ class CompressedLayer(CacheLayerMixin):
         held = {"keys": self._storage.keys, "values": self._storage.values, **self._votes.tensors()}
         return held if self._positions is None else {**held, "positions": self._positions}
 
+    def expected_shapes(
+        self, kept: int, tokens_seen: int, kv_heads: int, heads: int, head_dim: int
+    ) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of what `tensors` gives out after a prompt of one row, by name."""
+        states = (1, kv_heads, kept, head_dim)
+        shapes: dict[str, tuple[int, ...]] = {"keys": states, "values": states}
+        if kept < tokens_seen:
+            shapes["positions"] = states[:3]
+        plan = self._plan
+        if plan.score is not None and plan.compression.decode_budget is not None:
+            voters = plan.score.query_count(tokens_seen)
+            if plan.accumulates:
+                shapes["sums"] = (1, kv_heads, heads // kv_heads, kept)
+            elif voters:
+                shapes["queries"] = (1, heads, voters, head_dim)
+        return shapes
+
     def restore(self, held: dict[str, Tensor], tokens_seen: int) -> None:
         """Hold these tensors, themselves, as after a prompt of one row and this many tokens.
 
+        Args:
+            held: of the shapes that `expected_shapes` says.
+
         Raises:
-            ValueError: positions are none, or do not fit.
+            ValueError: positions are none.
         """
-        kept = held["keys"].shape[2]
         positions = held.get("positions")
-        if positions is None:
-            if kept != tokens_seen:
-                raise ValueError(f"layer {self.index} lacks the positions of its tokens")
-        elif positions.dtype != torch.int32 or positions.shape != held["keys"].shape[:3]:
-            raise ValueError(f"layer {self.index} has positions of another shape or type")
-        elif not (
+        if positions is not None and not (
             bool((positions.diff(dim=-1) > 0).all())
             and int(positions.min()) >= 0
             and int(positions.max()) < tokens_seen

@@ -75,6 +75,16 @@ class Options:
     layer_budgets: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
+        for name in ("window_size", "sink_tokens", "kernel_size", "c_max", "c_min"):
+            value = getattr(self, name)
+            if type(value) is not int and not (value is None and name.startswith("c_")):
+                raise MethodError(f"{name} is {value!r}; it is a whole number")
+        for name in ("beta", "gamma"):
+            value = getattr(self, name)
+            if type(value) not in (int, float):
+                raise MethodError(f"{name} is {value!r}; it is a number")
+        if type(self.value_norm) is not bool:
+            raise MethodError(f"value_norm is {self.value_norm!r}; it is True or False")
         for name in ("window_size", "sink_tokens"):
             value = getattr(self, name)
             if value < 0:
@@ -88,9 +98,10 @@ class Options:
             value = getattr(self, name)
             if value not in allowed:
                 raise MethodError(f"{name} is {value!r}; choose one of {', '.join(allowed)}")
-        if self.kernel_size < 1 or self.kernel_size % 2 == 0:
+        if not 1 <= self.kernel_size < 2**31 or self.kernel_size % 2 == 0:
             raise MethodError(
-                f"kernel_size is {self.kernel_size}; it must be an odd number of at least 1"
+                f"kernel_size is {self.kernel_size}; it must be an odd number of at least 1 and "
+                "below 2^31"
             )
         if (self.allocation == "list") != (self.layer_budgets is not None):
             raise MethodError(

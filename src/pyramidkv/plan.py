@@ -68,6 +68,7 @@ class CachePlan:
     compression: Compression
     layer_count: int
     on_layer: Callable[[int, int], None] | None = None
+    only_full: bool = True  # whether the model has no layers of another kind
     score: Score | None = None
     pooling: Pooling | None = None
     frequencies: Tensor | None = None  # of the rotary embedding; None: positions stay
@@ -221,6 +222,10 @@ class CachePlan:
         """Note that tokens follow the prompt, unless they might be the rest of it."""
         if self.prompt_ended:
             return
+        if self.question:
+            raise CacheStateError(
+                "call cache.end_prompt() after a prompt with a question, before anything follows"
+            )
         if tokens > 1:
             raise CacheStateError(
                 "the prompt was compressed after its first forward pass, and more tokens follow "
@@ -266,6 +271,11 @@ class CachePlan:
                     "announced; give expect_prompt the whole prompt's mask, and each piece its mask"
                 )
         elif min(counts) < now.tokens:
+            if not self.only_full:
+                raise CacheStateError(
+                    "padding after the prompt would take up room in the model's sliding windows "
+                    "or states; give rows whose new tokens are equal in number"
+                )
             self.holes = True
         now.new = counts
         seen = [a + b for a, b in zip(self.seen, counts, strict=True)]
@@ -274,7 +284,7 @@ class CachePlan:
             known = base if self.accumulates else seen
             now.voters = [self.score.query_count(count) for count in known]
         if now.evicts:
-            now.targets = [self._targets(row, seen[row]) for row in range(batch)]
+            now.targets = self._targets(seen)
 
     def _announced(self, row: int, tokens: int) -> int:
         """Return how many of the next columns of the prompt are real in a row."""
@@ -282,14 +292,23 @@ class CachePlan:
         end = self.columns_seen + tokens
         return max(0, end - padding) - max(0, self.columns_seen - padding)
 
-    def _targets(self, row: int, seen: int) -> list[int]:
+    def _targets(self, seen: list[int]) -> list[list[int]]:
+        """Return what each row keeps in each layer, given the tokens it has seen after the pass."""
         now = self.current
         assert now is not None
         if now.in_prompt:
-            context = seen - self.question if now.completes else seen
-            return [min(final, context) for final in self.schedules[row]]
-        schedule = self.compression.decode_schedule(self.layer_count, seen)
-        return [min(share, self.candidates(layer)[row]) for layer, share in enumerate(schedule)]
+            dropped = self.question if now.completes else 0
+            return [
+                [min(final, count - dropped) for final in schedule]
+                for schedule, count in zip(self.schedules, seen, strict=True)
+            ]
+        schedule = self.compression.decode_schedule
+        known = {count: schedule(self.layer_count, count) for count in set(seen)}
+        held = [self.candidates(layer) for layer in range(self.layer_count)]
+        return [
+            [min(share, held[layer][row]) for layer, share in enumerate(known[count])]
+            for row, count in enumerate(seen)
+        ]
 
     def candidates(self, layer: int) -> list[int]:
         """Return the real rows a layer has in the pass under way, new ones included."""
@@ -345,7 +364,7 @@ class CachePlan:
 
     def copy(self) -> CachePlan:
         """Return an independent copy; progress is not reported for it."""
-        result = CachePlan(self.compression, self.layer_count)
+        result = CachePlan(self.compression, self.layer_count, only_full=self.only_full)
         for name, value in vars(self).items():
             if name not in ("on_layer", "freed"):
                 setattr(result, name, copy.deepcopy(value) if type(value) is list else value)

@@ -58,13 +58,16 @@ class PromptFormat:
         may depend on what follows: these are the tokens that different questions have in common.
         """
         texts = [self._render(probe, context) for probe in _PROBES]
-        first, *others = (list(self._tokenize(text)["input_ids"]) for text in texts)
+        fast = self.tokenizer.is_fast
+        encoded = self._tokenize(texts[0], return_offsets_mapping=fast)
+        first = list(encoded["input_ids"])
+        others = [list(self._tokenize(text)["input_ids"]) for text in texts[1:]]
         count = min(common_prefix(first, other) for other in others)
-        if self.tokenizer.is_fast:  # different probes may all be the same unknown token
+        if fast:  # different probes may all be the same unknown token
             shared = min(common_prefix(texts[0], text) for text in texts[1:])
-            offsets = self._tokenize(texts[0], return_offsets_mapping=True)["offset_mapping"]
-            within = next((i for i, (_, end) in enumerate(offsets) if end > shared), len(offsets))
-            count = min(count, within)
+            ends = [end for _, end in encoded["offset_mapping"]]
+            while count and ends[count - 1] > shared:
+                count -= 1
         return first[:count]
 
     def _render(self, question: str, context: str, turns: Sequence[Turn] = ()) -> str:
@@ -111,9 +114,15 @@ def encode_prompt(
 
 
 def check_text(text: str, what: str) -> None:
-    """Raise `PromptError` if a text is empty."""
+    """Raise `PromptError` if a text is empty or cannot be encoded."""
     if not text.strip():
         raise PromptError(f"the {what} is empty; give some text")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise PromptError(
+            f"the {what} is no valid text (character {error.start}); give it in UTF-8"
+        ) from None
 
 
 def check_length(tokens: int, context_length: int | None, max_new_tokens: int) -> None:
@@ -147,8 +156,12 @@ def context_length(config: PreTrainedConfig) -> int | None:
 
 
 def common_prefix(first: Sequence[object], second: Sequence[object]) -> int:
-    """Return after how many items two sequences part; the shorter's length if they do not."""
-    for index, (a, b) in enumerate(zip(first, second, strict=False)):
-        if a != b:
-            return index
-    return min(len(first), len(second))
+    """Return after how many items two lists or texts part; the shorter's length if they do not."""
+    low, high = 0, min(len(first), len(second))
+    while low < high:  # comparing slices is much faster than a loop over items
+        middle = (low + high + 1) // 2
+        if first[low:middle] == second[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low

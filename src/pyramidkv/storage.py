@@ -74,12 +74,18 @@ class RowStorage:
             for tensor in self._tensors:
                 tensor.masked_fill_(~self.occupied[:, None, :, None], 0)
 
+    def shrink(self, room: int) -> None:
+        """Let go of room that will not be needed, if only `room` rows come before the next time."""
+        capacity = self.rows + room + GROWTH_ROWS
+        if self._tensors[0].shape[2] > capacity + GROWTH_ROWS:
+            self._resize(capacity)
+
     def append(self, keys: Tensor, values: Tensor) -> None:
         """Add new rows behind those in use."""
         count = keys.shape[2]
         end = self.rows + count
         if end > self._tensors[0].shape[2]:
-            self._grow(end + GROWTH_ROWS)
+            self._resize(end + GROWTH_ROWS)
         for tensor, new in zip(self._tensors, (keys, values), strict=True):
             tensor[:, :, self.rows : end] = new.detach()
         self.rows = end
@@ -145,16 +151,16 @@ class RowStorage:
             )
         return result
 
-    def _grow(self, capacity: int) -> None:
-        grown = []
+    def _resize(self, capacity: int) -> None:
+        resized = []
         for old in self._tensors:
             new = _empty_rows(old, capacity)
             new[:, :, : self.rows] = old[:, :, : self.rows]
-            grown.append(new)
-        self._tensors = grown[0], grown[1]
+            resized.append(new)
+        self._tensors = resized[0], resized[1]
         if self.occupied is not None:
-            room = capacity - self.occupied.shape[1]
-            self.occupied = functional.pad(self.occupied, (0, room), value=True)
+            room = capacity - self.rows
+            self.occupied = functional.pad(self.occupied[:, : self.rows], (0, room), value=True)
 
 
 def right_aligned(counts: Sequence[int], end: int, size: int, device: torch.device) -> Tensor:

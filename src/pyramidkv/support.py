@@ -43,6 +43,13 @@ class UnsupportedModelError(PyramidKVError, ValueError):
     """The model cannot be compressed; the message names it and those that can."""
 
 
+def state_layers(config: PreTrainedConfig) -> list[int]:
+    """Return the indices of the layers that hold a state of fixed size, not keys and values."""
+    names = _STATE_LAYERS.get(config.model_type, ())
+    kinds = getattr(config, "layer_types", None) or []
+    return [index for index, kind in enumerate(kinds) if kind in names]
+
+
 def full_attention_layers(config: PreTrainedConfig) -> list[int]:
     """Return the indices of the layers that see the whole prompt: those that share the budget.
 

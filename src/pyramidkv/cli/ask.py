@@ -8,7 +8,6 @@ from typing import Annotated
 import typer
 
 from . import contexts, display, inputs, options
-from .generate import quiet_transformers
 
 
 def ask(
@@ -61,18 +60,23 @@ def ask(
     questions = question or []
     if not questions and save is None:
         raise inputs.InputError("give a question with -q TEXT, or a file to save to with --save")
-    if any(not text.strip() for text in questions):
-        raise inputs.InputError("a question is empty; give some text after -q")
     if query_aware and (load is not None or not questions):
         why = "a saved context is compressed already" if load is not None else "none is given"
         raise inputs.InputError(f"--query-aware lets the first question vote, but {why}")
+    if save is not None and output is not None and save.resolve() == output.resolve():
+        raise inputs.InputError(f"--save and --output are both {str(save)!r}; name two files")
     inputs.check_output(output, context or load)
     inputs.check_output(save, context, "--save")
 
-    quiet_transformers()
+    options.quiet_transformers()
     from transformers import set_seed
 
-    opened, seconds = contexts.open_context(given, text, questions[0] if query_aware else None)
+    from ..prompts import check_text
+
+    for asked in questions:
+        check_text(asked, "question")
+    voting = questions[0] if query_aware else None
+    opened, seconds = contexts.open_context(given, text, voting, save)
     messages = display.console(stderr=True)
     messages.print(contexts.describe(opened, seconds, load is not None))
     contexts.save(opened, save)

@@ -13,8 +13,7 @@ import typer
 
 from ..errors import PyramidKVError
 from ..records import format_bytes
-from . import contexts, display, options
-from .generate import quiet_transformers
+from . import contexts, display, inputs, options
 
 if TYPE_CHECKING:
     from ..chat import Chat
@@ -57,9 +56,14 @@ def chat(
     """Talk about one document. Ctrl-C stops an answer, /exit or Ctrl-D leaves."""
     given = dict(locals())
     given["chat"] = given.pop("use_chat")
+    if str(context) == "-":
+        raise inputs.InputError(
+            "the document cannot come from standard input, where the questions come from; give a "
+            "file to --context"
+        )
     text = contexts.check(given, {"method": "pyramidkv"})
 
-    quiet_transformers()
+    options.quiet_transformers()
     from transformers import set_seed
 
     opened, seconds = contexts.open_context(given, text)
@@ -73,13 +77,15 @@ def chat(
     for line in _lines():
         try:
             if line.startswith("/"):
-                if _leaves(line, conversation, messages.print):
+                if _leaves(line, conversation, context):
                     return
                 continue
             _answer(conversation, line, max_new_tokens, temperature)
             messages.print(_status(conversation), style="dim")
         except PyramidKVError as error:
-            messages.print(f"pyramidkv: {error}", markup=False)
+            typer.echo(f"pyramidkv: {error}", err=True)
+        except KeyboardInterrupt:
+            typer.echo("\n(interrupted)", err=True)
 
 
 def _lines() -> Iterator[str]:
@@ -89,34 +95,42 @@ def _lines() -> Iterator[str]:
         import readline  # noqa: F401  (gives `input` editing and history)
     while True:
         try:
-            line = input("> ") if interactive else sys.stdin.readline()
+            line = input("> ") if interactive else _read_line()
         except EOFError:
             return
+        except UnicodeDecodeError:
+            typer.echo("pyramidkv: this line is not UTF-8 text", err=True)
         except KeyboardInterrupt:
             typer.echo("\n(/exit or Ctrl-D leaves)", err=True)
-            continue
-        if not interactive and not line:
-            return
-        if line.strip():
-            yield line.strip()
+        else:
+            if line.strip():
+                yield line.strip()
 
 
-def _leaves(line: str, conversation: Chat, tell: Callable[..., Any]) -> bool:
+def _read_line() -> str:
+    line = sys.stdin.buffer.readline()
+    if not line:
+        raise EOFError
+    return line.decode()
+
+
+def _leaves(line: str, conversation: Chat, document: Path | None) -> bool:
     """Carry out a command and return whether it ends the conversation."""
     command, _, argument = line.partition(" ")
     if command == "/exit":
         return True
     if command == "/reset":
         conversation.reset()
-        tell("the turns are forgotten; the document stays")
+        typer.echo("the turns are forgotten; the document stays", err=True)
     elif command == "/save" and argument.strip():
-        path = Path(argument.strip())
+        path = Path(argument.strip()).expanduser()
+        inputs.check_output(path, document, "/save")
         conversation.save(path)
-        tell(f"saved as {str(path)!r}", markup=False)
+        typer.echo(f"saved as {str(path)!r}", err=True)
     elif command == "/save":
-        tell("give the file's name: /save FILE")
+        typer.echo("give the file's name: /save FILE", err=True)
     else:
-        tell(f"{command} is no command; {HELP}", markup=False)
+        typer.echo(f"{command} is no command; {HELP}", err=True)
     return False
 
 

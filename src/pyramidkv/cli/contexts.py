@@ -6,9 +6,10 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import typer
+
 from ..records import format_bytes
 from . import display, inputs, options
-from .generate import quiet_transformers
 
 if TYPE_CHECKING:
     from ..context import CompressedContext
@@ -29,10 +30,10 @@ def check(given: dict[str, Any], defaults: dict[str, Any]) -> str | None:
         )
     if saved is not None:
         options.refuse_compression(given, defaults, "a saved context is compressed already")
-        quiet_transformers()
+        options.quiet_transformers()
         from ..context_file import read_description
 
-        read_description(saved)
+        read_description(saved, check_content=False)  # all of it is checked when it is loaded
         return None
     options.compression_from(given)
     text = inputs.read_text(document)
@@ -42,21 +43,27 @@ def check(given: dict[str, Any], defaults: dict[str, Any]) -> str | None:
 
 
 def open_context(
-    given: dict[str, Any], text: str | None, question: str | None = None
+    given: dict[str, Any],
+    text: str | None,
+    question: str | None = None,
+    save_to: Path | None = None,
 ) -> tuple[CompressedContext, float]:
     """Compress the document, or load the saved context; returns the seconds that took, too."""
     from .. import loading, prompts
     from ..context import CompressedContext, compress_context
+    from ..context_file import check_savable
     from ..support import full_attention_layers
 
     config = loading.load_config(given["model"])
     full_attention_layers(config)
+    if save_to is not None:
+        check_savable(config)
     tokenizer = loading.load_tokenizer(given["model"])
     prompts.check_settings(given["max_new_tokens"], given["temperature"])
     prompts.check_chunk(given["prefill_chunk"])
     if text is not None:
         form = prompts.PromptFormat.choose(tokenizer, given["chat"])
-        tokens = len(form.encode_context(text))
+        tokens = len(form.encode(question or "?", text))
         prompts.check_length(tokens, prompts.context_length(config), given["max_new_tokens"])
     model = options.load_model(given)
     started = time.perf_counter()
@@ -81,13 +88,15 @@ def open_context(
 
 def describe(context: CompressedContext, seconds: float, loaded: bool) -> str:
     """Say in a line what a context holds and how long it took to have it."""
-    record = context.record
-    kept = sum(record["kept_lengths"]) / len(record["kept_lengths"])
+    from ..generation import measure_cache
+
+    held = measure_cache(context.cache)
+    kept = sum(held["kept_lengths"]) / len(held["kept_lengths"])
     how = "loaded" if loaded else "compressed"
     return (
         f"{how} in {seconds:.2f} s: {context.tokens_seen:,} tokens seen, {kept:,.0f} kept per "
         f"layer, KV cache {format_bytes(context.kv_bytes)} of "
-        f"{format_bytes(record['kv_bytes_full'])}"
+        f"{format_bytes(held['kv_bytes_full'])}"
     )
 
 
@@ -95,4 +104,4 @@ def save(context: CompressedContext, path: Path | None) -> None:
     """Save a context if a file is given, and say so."""
     if path is not None:
         context.save(path)
-        display.console(stderr=True).print(f"saved as {str(path)!r}")
+        typer.echo(f"saved as {str(path)!r}", err=True)

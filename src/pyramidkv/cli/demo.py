@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ..methods import make_compression
-from . import display, inputs
-from .generate import quiet_transformers, run
+from . import display, inputs, options
+from .generate import run
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -36,7 +36,7 @@ def demo(
     if document_tokens < 1:
         raise inputs.InputError(f"--document-tokens is {document_tokens}; it must be at least 1")
 
-    quiet_transformers()
+    options.quiet_transformers()
     from .. import loading
     from ..prompts import encode_prompt
 

@@ -29,8 +29,7 @@ def plain_table(*columns: str) -> Table:
 
 def results_table(records: Sequence[dict[str, Any]]) -> Table:
     """Return a table with one column per run, from their records."""
-    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
-    table.add_column("")
+    table = plain_table("")
     for record in records:
         table.add_column(_title(record), justify="right")
 

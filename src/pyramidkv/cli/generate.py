@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -72,7 +71,7 @@ def generate(
             "--dry-run runs nothing, so it takes neither --output nor --compare"
         )
 
-    quiet_transformers()
+    options.quiet_transformers()
     # From here on torch and transformers are needed.
     from .. import loading, prompts
     from ..support import full_attention_layers
@@ -86,13 +85,12 @@ def generate(
     ids = prompts.encode_prompt(tokenizer, text, chat, limit, max_new_tokens)
     schedule = compression.schedule(len(layers), ids.shape[1])
     if dry_run:
-        show_schedule(compression, schedule, ids.shape[1])
+        show_schedule(compression, schedule, ids.shape[1], prefill_chunk)
         return
     loaded = options.load_model(given)
     settings = {"max_new_tokens": max_new_tokens, "temperature": temperature, "chat": chat}
-    runs = [
-        run(loaded, tokenizer, text, compression, seed, prefill_chunk=prefill_chunk, **settings)
-    ]
+    settings["prefill_chunk"] = prefill_chunk
+    runs = [run(loaded, tokenizer, text, compression, seed, **settings)]
     if compare:
         full = make_compression("full")
         display.console(stderr=True).print("\nfull cache:")
@@ -135,7 +133,12 @@ def run(
     return result
 
 
-def show_schedule(compression: Compression, schedule: list[int], prompt_tokens: int) -> None:
+def show_schedule(
+    compression: Compression,
+    schedule: list[int],
+    prompt_tokens: int,
+    prefill_chunk: int | None = None,
+) -> None:
     """Print what each layer would keep of a prompt."""
     out = display.console()
     out.print(f"{compression.method.name}, prompt of {prompt_tokens:,} tokens, kept per layer:")
@@ -149,6 +152,15 @@ def show_schedule(compression: Compression, schedule: list[int], prompt_tokens: 
         out.print(f"in all: {describe_total(schedule, budget, prompt_tokens)}")
     full = len(schedule) * prompt_tokens
     out.print(f"full cache: {full:,} tokens, {full / sum(schedule):.1f}x as many")
+    if prefill_chunk is not None:
+        out.print(
+            f"in pieces of {prefill_chunk:,}: a layer never holds more than its share and one"
+        )
+    if compression.decode_budget is not None:
+        out.print(
+            f"while decoding: every {compression.decode_interval} tokens back to "
+            f"{compression.decode_budget:,} per layer on average"
+        )
 
 
 def describe_parting(compressed: Generation, full: Generation) -> str:
@@ -162,12 +174,3 @@ def describe_parting(compressed: Generation, full: Generation) -> str:
         f"The texts part after {shared} tokens; the full cache's has {len(full.token_ids)}, the "
         f"compressed one's {len(compressed.token_ids)}."
     )
-
-
-def quiet_transformers() -> None:
-    """Keep transformers' own progress bars and advice out of the output; before its import."""
-    os.environ.setdefault("TQDM_DISABLE", "1")
-    from transformers.utils import logging
-
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()

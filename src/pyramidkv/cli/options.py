@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -127,10 +128,12 @@ def refuse_compression(given: dict[str, Any], defaults: dict[str, Any], why: str
 
 def load_model(given: dict[str, Any]) -> PreTrainedModel:
     """Load the model that a command's arguments name, with a note on stderr meanwhile."""
+    from rich.markup import escape
+
     from .. import loading
     from . import display
 
-    with display.console(stderr=True).status(f"loading {given['model']}"):
+    with display.console(stderr=True).status(escape(f"loading {given['model']}")):
         return loading.load_model(
             given["model"],
             dtype=given["dtype"],
@@ -138,3 +141,12 @@ def load_model(given: dict[str, Any]) -> PreTrainedModel:
             device_map=given["device_map"],
             attn_implementation=given["attn_implementation"],
         )
+
+
+def quiet_transformers() -> None:
+    """Keep transformers' own progress bars and advice out of the output; before its import."""
+    os.environ.setdefault("TQDM_DISABLE", "1")
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
