@@ -351,6 +351,17 @@ def test_a_question_is_refused_where_a_layer_holds_a_state(architecture):
         cache.expect_prompt(prompt_ids(60)[1], 10)
 
 
+@pytest.mark.parametrize("sizes", [(60,), (30, 30)])
+def test_what_follows_an_announced_prompt_cannot_be_its_rest(sizes):
+    model = tiny_model("llama", "sdpa")
+    ids, mask = prompt_ids(60)
+    cache = make_cache(model, small("pyramidkv"))
+    cache.expect_prompt(mask)
+    feed(model, cache, ids, mask, sizes)
+    steps_of(model, cache, mask, [prompt_ids(5)[0]])
+    assert cache.tokens_seen == 65
+
+
 def test_progress_counts_the_layers_of_all_pieces():
     model = tiny_model("llama", "sdpa")
     ids, mask = prompt_ids(50)

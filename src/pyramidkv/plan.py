@@ -226,7 +226,7 @@ class CachePlan:
             raise CacheStateError(
                 "call cache.end_prompt() after a prompt with a question, before anything follows"
             )
-        if tokens > 1:
+        if tokens > 1 and not self.announced:
             raise CacheStateError(
                 "the prompt was compressed after its first forward pass, and more tokens follow "
                 "before one was generated; to give a prompt in pieces (prefill_chunk_size), make a "
