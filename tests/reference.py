@@ -71,7 +71,11 @@ class Reference:
                     self.event = "last piece" if index == len(prompt) - 1 else "piece"
                 elif self.compression.decode_budget is not None:
                     waiting += new.shape[1]
-                    if waiting >= self.compression.decode_interval:
+                    layers = len(full_attention_layers(self.model.config))
+                    most = max(sum(self.compression.schedule(layers, int(n))) for n in self.prompt)
+                    above = most > layers * self.compression.decode_budget
+                    at_once = above and index == len(prompt)
+                    if waiting >= self.compression.decode_interval or at_once:
                         self.event, waiting = "decoding", 0
                 if self.event == "last piece" and question:
                     for layer in cache.layers:

@@ -93,6 +93,19 @@ MISTAKES = {
         ["--load", "S", "-q", "w5", "--budget", "9", "--beta", "3", "--prefill-chunk", "4"],
         "compressed already; leave out --budget, --beta, --prefill-chunk",
     ),
+    "the default's name with --load": (
+        ["--load", "S", "-q", "w5", "--method", "pyramidkv"],
+        "compressed already; leave out --method",
+    ),
+    "a later question that is too long": (
+        ["--context", "D", *SMALL, "-q", "w5", "-q", "w5 " * 1100],
+        "context is 1,024 tokens",
+    ),
+    "hardly any temperature": (
+        ["--context", "D", *SMALL, "-q", "w5", "--temperature", "1e-40"],
+        "at least 1e-06",
+    ),
+    "save over the model": (["--context", "D", *SMALL, "--save", "M"], "is a file of the model"),
     "query-aware with --load": (["--load", "S", "-q", "w5", "--query-aware"], "already"),
     "not one of ours": (["--load", "F", "-q", "w5"], "no saved context of pyramidkv"),
     "a text as context": (["--load", "D", "-q", "w5"], "no saved context"),
@@ -133,7 +146,7 @@ def test_a_mistake_ends_in_one_sentence_and_exit_code_two(
 ):
     foreign = tmp_path / "foreign.safetensors"
     save_file({"weight": torch.zeros(2)}, foreign)
-    files = {"D": document, "S": saved, "F": foreign}
+    files = {"D": document, "S": saved, "F": foreign, "M": model_folder / "model.safetensors"}
     arguments, message = MISTAKES[mistake]
     arguments = [files.get(argument, argument) for argument in arguments]
     outcome = Outcome(capsys, monkeypatch, "ask", "--model", model_folder, *arguments)
@@ -200,6 +213,19 @@ def test_chat_does_not_write_over_its_document_nor_read_it_from_the_questions(
     assert "is the file that is read" in done.stderr.decode()
     assert document.read_text() == words(80)
     assert_one_sentence(run(*arguments, "--context", "-", stdin=b"w5"), "from standard input")
+
+
+@pytest.mark.parametrize("command", ["ask", "chat"])
+def test_a_closed_standard_input_is_an_empty_one(command, model_folder, saved):
+    given = ["--load", str(saved)] if command == "chat" else ["--context", "-", *SMALL, "-q", "w5"]
+    main = "import sys; sys.stdin = None; from pyramidkv.cli import main; main()"
+    done = subprocess.run(
+        [sys.executable, "-c", main, command, "--model", str(model_folder), *given],
+        capture_output=True,
+        check=False,
+    )
+    assert "Traceback" not in done.stderr.decode()
+    assert done.returncode == (0 if command == "chat" else 2)
 
 
 def test_names_with_brackets_are_shown_as_they_are(model_folder, document, tmp_path):

@@ -318,3 +318,72 @@ def test_every_method_in_every_way_works_or_refuses(name, way, model, tokenizer,
         chat.ask(QUESTIONS[0], max_new_tokens=60)
         assert all(sum(row) <= 4 * 33 for row in zip(*chat.cache.kept_lengths(), strict=True))
     assert max(expected) < VOCABULARY
+
+
+def test_a_context_whose_own_cache_was_used_is_refused(model, tokenizer, tmp_path):
+    context = pyramidkv.compress_context(model, tokenizer, words(90), **SMALL)
+    with torch.no_grad():
+        model(torch.tensor([[5]]), past_key_values=context.fork())
+        context.ask("w5", max_new_tokens=2)
+        model(torch.tensor([[5]]), past_key_values=context.cache)
+    for use in (
+        lambda: context.ask("w5"),
+        lambda: context.ask_batch(["w5"]),
+        lambda: context.chat().ask("w5"),
+    ):
+        with pytest.raises(CacheStateError, match="own cache was used directly"):
+            use()
+
+
+def test_a_chat_answers_one_question_at_a_time(context):
+    chat = context.chat()
+
+    def ask_again(text):
+        with pytest.raises(CacheStateError, match="is answering already"):
+            chat.ask("w7")
+        raised.append(True)
+
+    raised = []
+    chat.ask("w5", max_new_tokens=3, on_text=ask_again)
+    assert raised
+    assert len(chat.turns) == 1
+    chat.ask("w7", max_new_tokens=3)
+
+
+WRONG_TYPES = {
+    "a model's name": (lambda c, m, t: pyramidkv.compress_context("m", t, "w5", **SMALL), "model"),
+    "no tokenizer": (lambda c, m, t: pyramidkv.compress_context(m, None, "w5"), "tokenizer is a"),
+    "swapped": (lambda c, m, t: pyramidkv.compress_context(t, m, "w5", **SMALL), "the model is a"),
+    "no text": (lambda c, m, t: pyramidkv.compress_context(m, t, None, **SMALL), "is a NoneType"),
+    "bytes": (lambda c, m, t: pyramidkv.compress_context(m, t, b"w5", **SMALL), "is a bytes"),
+    "a number": (lambda c, m, t: c.ask(5), "question is a int; give a text"),
+    "a text for a list": (lambda c, m, t: c.ask_batch("w5 w6"), "takes a list of questions"),
+    "a word for a choice": (
+        lambda c, m, t: pyramidkv.compress_context(m, t, "w5", chat="no", **SMALL),
+        "True, False or None",
+    ),
+    "half a token": (lambda c, m, t: c.ask("w5", max_new_tokens=2.5), "max_new_tokens is 2.5"),
+    "true tokens": (lambda c, m, t: c.ask("w5", max_new_tokens=True), "max_new_tokens is True"),
+    "a temperature in words": (lambda c, m, t: c.ask("w5", temperature="0.5"), "is '0.5'"),
+    "hardly any temperature": (lambda c, m, t: c.ask("w5", temperature=1e-40), "at least 1e-06"),
+    "a chunk in words": (
+        lambda c, m, t: pyramidkv.compress_context(m, t, "w5", prefill_chunk="8", **SMALL),
+        "prefill_chunk is '8'",
+    ),
+    "generate": (lambda c, m, t: pyramidkv.generate("m", t, "w5", **SMALL), "the model is a str"),
+    "compress": (lambda c, m, t: pyramidkv.compress("m", **SMALL).__enter__(), "model is a str"),
+    "a cache": (lambda c, m, t: pyramidkv.CompressedCache("m", **SMALL), "the model is a str"),
+    "load": (lambda c, m, t: pyramidkv.CompressedContext.load("x", t, m), "the model is a "),
+    "a mask in words": (
+        lambda c, m, t: pyramidkv.CompressedCache(m, **SMALL).expect_prompt("mask"),
+        "mask is str; it must be a tensor",
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", WRONG_TYPES)
+def test_a_value_of_another_type_is_refused_in_one_sentence(mistake, context, model, tokenizer):
+    call, message = WRONG_TYPES[mistake]
+    with pytest.raises(pyramidkv.PyramidKVError, match=message) as caught:
+        call(context, model, tokenizer)
+    assert "\n" not in str(caught.value)

@@ -104,11 +104,11 @@ def test_what_the_prompt_needed_is_freed_once_the_decode_budget_is_smaller():
         cache = pyramidkv.CompressedCache(model, "snapkv", 800, **settings)
         feed(model, cache, ids, mask, (900,))
         before = cache.allocated_bytes
-        steps = single_steps(len(lengths), 8)
+        steps = single_steps(len(lengths), 9)  # evicts after 1, 5 and 9
         steps_of(model, cache, mask, steps)
         assert cache.allocated_bytes < before / 4
         assert cache.kept_lengths() == [[40] * len(lengths)] * 4
-        steps_of(model, cache, torch.cat([mask, torch.ones((len(lengths), 8))], 1).long(), steps)
+        steps_of(model, cache, torch.cat([mask, torch.ones((len(lengths), 9))], 1).long(), steps)
 
 
 @pytest.mark.parametrize("name", ABLE)

@@ -18,7 +18,7 @@ from .layer import CompressedLayer
 from .methods import Compression, Method, make_compression
 from .plan import INTERRUPTED, CachePlan
 from .rotary import key_frequencies
-from .support import full_attention_layers
+from .support import check_model, full_attention_layers
 
 _STATE_STAYS = (
     "a linear-attention or convolution layer holds one state of all tokens seen, which cannot be "
@@ -135,6 +135,7 @@ class CompressedCache(Cache):
         compression: Compression,
         on_layer: Callable[[int, int], None] | None,
     ) -> None:
+        check_model(model)
         full = full_attention_layers(model.config)
         compression.check(len(full))
         self._config, self._dtype = model.config, model.dtype

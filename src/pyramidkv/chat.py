@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import copy
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -34,6 +34,7 @@ class Chat:
         self.turns: list[Turn] = list(context.turns)
         self._cache: CompressedCache | None = None
         self._seen: list[int] = []  # the tokens the cache has seen
+        self._answering = threading.Lock()
 
     def ask(
         self,
@@ -47,7 +48,26 @@ class Chat:
         """Answer the next question and keep the turn; see `CompressedContext.ask`.
 
         If the answer fails, the conversation is as it was before.
+
+        Raises:
+            PromptError: the question is empty or too long.
+            CacheStateError: another answer of this conversation is under way.
         """
+        if not self._answering.acquire(blocking=False):
+            raise CacheStateError("this chat is answering already; wait, or use a chat of its own")
+        try:
+            return self._ask(question, max_new_tokens, temperature, on_text, stop)
+        finally:
+            self._answering.release()
+
+    def _ask(
+        self,
+        question: str,
+        max_new_tokens: int,
+        temperature: float,
+        on_text: Callable[[str], None] | None,
+        stop: Callable[[], bool] | None,
+    ) -> Generation:
         started = time.perf_counter()
         check_settings(max_new_tokens, temperature)
         ids = self.context.encode(question, self.turns, max_new_tokens)
@@ -91,4 +111,4 @@ class Chat:
                 return self._cache
             except CacheStateError:  # evicted or dropped tokens cannot come back
                 pass
-        return copy.deepcopy(self.context.cache)
+        return self.context.fork()

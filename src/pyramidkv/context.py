@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from .cache import CompressedCache
-from .errors import PromptError
+from .errors import CacheStateError, PromptError
 from .generation import (
     Generation,
     MeasuringStream,
@@ -36,6 +36,7 @@ from .prompts import (
     check_text,
     context_length,
 )
+from .support import check_model
 
 if TYPE_CHECKING:
     from .chat import Chat
@@ -75,6 +76,7 @@ def compress_context(
     Raises:
         PyramidKVError: the text, the method or the model does not fit.
     """
+    check_model(model)
     check_text(text, "context")
     form = PromptFormat.choose(tokenizer, chat)
     ids = form.encode_context(text)
@@ -166,7 +168,7 @@ class CompressedContext:
         started = time.perf_counter()
         check_settings(max_new_tokens, temperature)
         ids = self.encode(question, [], max_new_tokens)
-        cache = copy.deepcopy(self.cache)
+        cache = self.fork()
         return answer(self, cache, ids, max_new_tokens, temperature, on_text, stop, started)
 
     def stream(self, question: str, **settings: Any) -> Iterator[str]:
@@ -185,6 +187,9 @@ class CompressedContext:
         of equal length are taken together: padding between context and question would count there.
         """
         check_settings(max_new_tokens, temperature)
+        if isinstance(questions, str):
+            raise PromptError("ask_batch takes a list of questions; a single text was given")
+        questions = list(questions)
         encoded = [self.encode(question, [], max_new_tokens) for question in questions]
         only_full = len(self.cache.compressed_layers) == len(self.cache.layers)
         any_length = only_full and self.cache.compression.decode_budget is None
@@ -243,6 +248,19 @@ class CompressedContext:
         """Bytes of the keys and values held."""
         return self.cache.kv_bytes
 
+    def fork(self) -> CompressedCache:
+        """Return a copy of the cache to generate from.
+
+        Raises:
+            CacheStateError: the context's own cache was generated from.
+        """
+        if self.cache.tokens_seen != self.tokens_seen:
+            raise CacheStateError(
+                "the context's own cache was used directly, so it no longer holds the document "
+                "alone; make or load the context again, and generate from context.fork()"
+            )
+        return copy.deepcopy(self.cache)
+
     def encode(self, question: str, turns: Sequence[Turn], max_new_tokens: int) -> list[int]:
         """Return the tokens of a conversation about the document that ends with a question.
 
@@ -265,7 +283,7 @@ class CompressedContext:
         for row, ids in enumerate(rows):
             mask[row, seen : seen + longest - len(ids)] = 0
         device = self.model.device
-        cache = copy.deepcopy(self.cache)
+        cache = self.fork()
         cache.batch_repeat_interleave(len(rows))
         started = time.perf_counter()
         new = decode(

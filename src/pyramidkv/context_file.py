@@ -25,9 +25,9 @@ from .cache import CompressedCache
 from .context import CompressedContext
 from .errors import ContextFileError, PyramidKVError
 from .methods import Compression
-from .prompts import PromptFormat, Turn
+from .prompts import PromptFormat, Turn, check_tokenizer
 from .records import replacing
-from .support import state_layers
+from .support import check_model, state_layers
 
 FORMAT = "pyramidkv-context"
 VERSION = 1
@@ -119,6 +119,8 @@ def load(
     Raises:
         ContextFileError: it cannot be used; the message says why.
     """
+    check_model(model)
+    check_tokenizer(tokenizer)
     described = read_description(path)
     try:
         return _build(path, described, model, tokenizer)

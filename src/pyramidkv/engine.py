@@ -15,7 +15,7 @@ from .cache import CompressedCache
 from .errors import CacheStateError
 from .methods import Compression, Method, make_compression
 from .rotary import key_frequencies
-from .support import full_attention_layers
+from .support import check_model, full_attention_layers
 
 _compressing: WeakSet[PreTrainedModel] = WeakSet()  # models inside a `compress` block
 _CACHE_NAMES = ("cache", "past_key_values")  # the newer name first
@@ -68,6 +68,7 @@ def compress(
         decode_interval=decode_interval,
         **options,
     )
+    check_model(model)
     compression.check(len(full_attention_layers(model.config)))
     if model in _compressing:
         raise CacheStateError(

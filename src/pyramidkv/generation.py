@@ -24,6 +24,7 @@ from .errors import CacheStateError, PromptError
 from .measure import PeakMemory, machine, versions
 from .methods import Compression, Method
 from .prompts import check_chunk, check_settings, context_length, encode_prompt
+from .support import check_model
 
 
 @dataclass(frozen=True)
@@ -77,6 +78,7 @@ def generate(
     Raises:
         PyramidKVError: the prompt, the method or the model does not fit.
     """
+    check_model(model)
     check_settings(max_new_tokens, temperature)
     ids = encode_prompt(tokenizer, prompt, chat, context_length(model.config), max_new_tokens)
     ids = ids.to(model.device)

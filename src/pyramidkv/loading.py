@@ -120,6 +120,7 @@ def load_model(
     options["output_loading_info"] = True
     loaded: Any = _load(name, "weights", AutoModelForCausalLM.from_pretrained, **options)
     model: PreTrainedModel = loaded[0]
+    model.config._name_or_path = name  # of a GGUF file, transformers notes the folder only
     info: dict[str, Any] = loaded[1]
     missing = sorted(info["missing_keys"])
     if missing:  # transformers would go on with random numbers in their place

@@ -138,10 +138,11 @@ class CachePlan:
             raise CacheStateError(
                 "this cache has a prompt already; empty it first (cache.reset()) or use another"
             )
-        if mask.ndim != 2 or mask.shape[0] == 0:
-            raise PromptError(
-                f"the mask has the shape {tuple(mask.shape)}; it must be [batch, tokens]"
-            )
+        if not isinstance(mask, Tensor) or mask.ndim != 2 or mask.shape[0] == 0:
+            given = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
+            raise PromptError(f"the mask is {given}; it must be a tensor [batch, tokens]")
+        if type(question) is not int:
+            raise PromptError(f"question_tokens is {question!r}; it is a whole number")
         counts = _count_left_padded(mask != 0)
         if not 0 <= question < min(counts):
             raise PromptError(
@@ -196,9 +197,8 @@ class CachePlan:
     def _plan_pass(self, tokens: int) -> ForwardPass:
         if self.complete:
             self._go_on(tokens)
-            evicts = self._evicts_while_decoding and (
-                self.steps + tokens >= self.compression.decode_interval
-            )
+            due = self.steps + tokens >= self.compression.decode_interval
+            evicts = self._evicts_while_decoding and (due or self._above_budget())
             waiting = max(self.pending) + tokens >= PENDING_QUERIES
             votes = evicts or (self._evicts_while_decoding and self.accumulates and waiting)
             return ForwardPass(tokens, False, False, evicts, votes)
@@ -217,6 +217,12 @@ class CachePlan:
         if tokens < left:
             self.compression.method.require("prefill chunks")
         return ForwardPass(tokens, True, tokens == left, True, True)
+
+    def _above_budget(self) -> bool:
+        """Whether a row was given more of the prompt than the decode budget allows."""
+        budget = self.compression.decode_budget
+        assert budget is not None
+        return any(sum(kept) > self.layer_count * budget for kept in self.kept)
 
     def _go_on(self, tokens: int) -> None:
         """Note that tokens follow the prompt, unless they might be the rest of it."""

@@ -12,6 +12,9 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from .errors import PromptError
 
+SMALLEST_TEMPERATURE = 1e-6
+"""Below it, logits divided by the temperature overflow."""
+
 _PROBES = ("What", "1", "é", "我")
 """Beginnings of questions that fall into different classes of every tokenizer's rules."""
 
@@ -42,6 +45,9 @@ class PromptFormat:
     @classmethod
     def choose(cls, tokenizer: PreTrainedTokenizerBase, chat: bool | None) -> PromptFormat:
         """Return the format that is asked for; None: a chat template if there is one."""
+        check_tokenizer(tokenizer)
+        if chat is not None and type(chat) is not bool:
+            raise PromptError(f"chat is {chat!r}; it is True, False or None")
         return cls(tokenizer, tokenizer.chat_template is not None if chat is None else chat)
 
     def encode(self, question: str, context: str = "", turns: Sequence[Turn] = ()) -> list[int]:
@@ -113,8 +119,18 @@ def encode_prompt(
     return torch.tensor([ids])
 
 
+def check_tokenizer(tokenizer: object) -> None:
+    """Raise `PromptError` if this is no tokenizer."""
+    if not isinstance(tokenizer, PreTrainedTokenizerBase):
+        raise PromptError(
+            f"the tokenizer is a {type(tokenizer).__name__}; give one loaded by transformers"
+        )
+
+
 def check_text(text: str, what: str) -> None:
     """Raise `PromptError` if a text is empty or cannot be encoded."""
+    if not isinstance(text, str):
+        raise PromptError(f"the {what} is a {type(text).__name__}; give a text")
     if not text.strip():
         raise PromptError(f"the {what} is empty; give some text")
     try:
@@ -137,16 +153,21 @@ def check_length(tokens: int, context_length: int | None, max_new_tokens: int) -
 
 def check_settings(max_new_tokens: int, temperature: float) -> None:
     """Raise `PromptError` if nothing is to be generated or the temperature is none."""
-    if max_new_tokens < 1:
-        raise PromptError(f"max_new_tokens is {max_new_tokens}; it must be at least 1")
-    if not 0 <= temperature < float("inf"):
-        raise PromptError(f"temperature is {temperature}; it must be 0 or a positive number")
+    if type(max_new_tokens) is not int or max_new_tokens < 1:
+        raise PromptError(f"max_new_tokens is {max_new_tokens!r}; it must be at least 1")
+    if type(temperature) not in (int, float) or not (
+        temperature == 0 or SMALLEST_TEMPERATURE <= temperature < float("inf")
+    ):
+        raise PromptError(
+            f"temperature is {temperature!r}; it must be 0 or a positive number of at least "
+            f"{SMALLEST_TEMPERATURE}"
+        )
 
 
 def check_chunk(prefill_chunk: int | None) -> None:
     """Raise `PromptError` if a prompt cannot be processed in pieces of this many tokens."""
-    if prefill_chunk is not None and prefill_chunk < 1:
-        raise PromptError(f"prefill_chunk is {prefill_chunk}; it must be at least 1 token")
+    if prefill_chunk is not None and (type(prefill_chunk) is not int or prefill_chunk < 1):
+        raise PromptError(f"prefill_chunk is {prefill_chunk!r}; it must be at least 1 token")
 
 
 def context_length(config: PreTrainedConfig) -> int | None:

@@ -43,6 +43,16 @@ class UnsupportedModelError(PyramidKVError, ValueError):
     """The model cannot be compressed; the message names it and those that can."""
 
 
+def check_model(model: object) -> None:
+    """Raise `UnsupportedModelError` if this is no loaded model."""
+    from transformers import PreTrainedModel
+
+    if not isinstance(model, PreTrainedModel):
+        raise UnsupportedModelError(
+            f"the model is a {type(model).__name__}; give one loaded by transformers"
+        )
+
+
 def state_layers(config: PreTrainedConfig) -> list[int]:
     """Return the indices of the layers that hold a state of fixed size, not keys and values."""
     names = _STATE_LAYERS.get(config.model_type, ())

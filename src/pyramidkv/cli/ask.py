@@ -25,7 +25,7 @@ def ask(
         bool,
         typer.Option("--query-aware", help="Let the first question vote on what is kept."),
     ] = False,
-    method: options.MethodName = "pyramidkv",
+    method: options.MethodName = None,
     budget: options.Budget = None,
     compression_ratio: options.CompressionRatio = None,
     decode_budget: options.DecodeBudget = None,
@@ -56,7 +56,7 @@ def ask(
 ) -> None:
     """Ask questions of one document: it is processed once, each question starts from there."""
     given = dict(locals())
-    text = contexts.check(given, {"method": "pyramidkv"})
+    text = contexts.check(given)
     questions = question or []
     if not questions and save is None:
         raise inputs.InputError("give a question with -q TEXT, or a file to save to with --save")
@@ -66,6 +66,7 @@ def ask(
     if save is not None and output is not None and save.resolve() == output.resolve():
         raise inputs.InputError(f"--save and --output are both {str(save)!r}; name two files")
     inputs.check_output(output, context or load)
+    inputs.check_spares_model(model, output, save)
     inputs.check_output(save, context, "--save")
 
     options.quiet_transformers()
@@ -75,10 +76,11 @@ def ask(
 
     for asked in questions:
         check_text(asked, "question")
-    voting = questions[0] if query_aware else None
-    opened, seconds = contexts.open_context(given, text, voting, save)
+    opened, seconds = contexts.open_context(given, text, questions, query_aware, save)
     messages = display.console(stderr=True)
     messages.print(contexts.describe(opened, seconds, load is not None))
+    if opened.turns:
+        messages.print(f"its {len(opened.turns)} turns are left out; chat goes on with them")
     contexts.save(opened, save)
     answers = []
     for asked in questions:

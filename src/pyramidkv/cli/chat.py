@@ -25,7 +25,7 @@ def chat(
     model: options.Model,
     context: options.ContextFile = None,
     load: options.Load = None,
-    method: options.MethodName = "pyramidkv",
+    method: options.MethodName = None,
     budget: options.Budget = None,
     compression_ratio: options.CompressionRatio = None,
     decode_budget: options.DecodeBudget = None,
@@ -61,7 +61,7 @@ def chat(
             "the document cannot come from standard input, where the questions come from; give a "
             "file to --context"
         )
-    text = contexts.check(given, {"method": "pyramidkv"})
+    text = contexts.check(given)
 
     options.quiet_transformers()
     from transformers import set_seed
@@ -90,6 +90,8 @@ def chat(
 
 def _lines() -> Iterator[str]:
     """Yield what the user types, line by line, without blank ones, until the end of the input."""
+    if sys.stdin is None:  # closed
+        return
     interactive = sys.stdin.isatty() and sys.stdout.isatty()
     if interactive:
         import readline  # noqa: F401  (gives `input` editing and history)
@@ -125,6 +127,7 @@ def _leaves(line: str, conversation: Chat, document: Path | None) -> bool:
     elif command == "/save" and argument.strip():
         path = Path(argument.strip()).expanduser()
         inputs.check_output(path, document, "/save")
+        inputs.check_spares_model(conversation.context.model.config._name_or_path, path)
         conversation.save(path)
         typer.echo(f"saved as {str(path)!r}", err=True)
     elif command == "/save":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
     from ..context import CompressedContext
 
 
-def check(given: dict[str, Any], defaults: dict[str, Any]) -> str | None:
+def check(given: dict[str, Any]) -> str | None:
     """Check what needs no model, and return the document's text; None if a file is to be loaded.
 
     Raises:
@@ -29,7 +30,7 @@ def check(given: dict[str, Any], defaults: dict[str, Any]) -> str | None:
             f"give the document with --context FILE, or a saved one with --load FILE; {which} given"
         )
     if saved is not None:
-        options.refuse_compression(given, defaults, "a saved context is compressed already")
+        options.refuse_compression(given, "a saved context is compressed already")
         options.quiet_transformers()
         from ..context_file import read_description
 
@@ -38,17 +39,22 @@ def check(given: dict[str, Any], defaults: dict[str, Any]) -> str | None:
     options.compression_from(given)
     text = inputs.read_text(document)
     if not text.strip():
-        raise inputs.InputError(f"{str(document)!r} is empty; give a document with some text")
+        where = "standard input" if str(document) == "-" else repr(str(document))
+        raise inputs.InputError(f"{where} is empty; give a document with some text")
     return text
 
 
 def open_context(
     given: dict[str, Any],
     text: str | None,
-    question: str | None = None,
+    questions: Sequence[str] = (),
+    query_aware: bool = False,
     save_to: Path | None = None,
 ) -> tuple[CompressedContext, float]:
-    """Compress the document, or load the saved context; returns the seconds that took, too."""
+    """Compress the document, or load the saved context; returns the seconds that took, too.
+
+    Questions are checked before any work; with `query_aware` the first one votes.
+    """
     from .. import loading, prompts
     from ..context import CompressedContext, compress_context
     from ..context_file import check_savable
@@ -63,22 +69,24 @@ def open_context(
     prompts.check_chunk(given["prefill_chunk"])
     if text is not None:
         form = prompts.PromptFormat.choose(tokenizer, given["chat"])
-        tokens = len(form.encode(question or "?", text))
-        prompts.check_length(tokens, prompts.context_length(config), given["max_new_tokens"])
+        limit = prompts.context_length(config)
+        for question in questions or ["?"]:
+            tokens = len(form.encode(question.strip(), text))
+            prompts.check_length(tokens, limit, given["max_new_tokens"])
     model = options.load_model(given)
     started = time.perf_counter()
     if text is None:
         context = CompressedContext.load(given["load"], model, tokenizer)
     else:
         compression = options.compression_from(given)
-        with display.progress("document, layer") as on_layer:
+        with display.progress("document, layers done") as on_layer:
             context = compress_context(
                 model,
                 tokenizer,
                 text,
                 compression.method,
                 **compression.amounts,
-                question=question,
+                question=questions[0] if query_aware else None,
                 prefill_chunk=given["prefill_chunk"],
                 chat=given["chat"],
                 on_layer=on_layer,

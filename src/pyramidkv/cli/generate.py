@@ -25,7 +25,7 @@ def generate(
     prompt_file: Annotated[
         Path | None, typer.Option(help="A UTF-8 file with the prompt; - is standard input.")
     ] = None,
-    method: options.MethodName = "pyramidkv",
+    method: options.MethodName = None,
     budget: options.Budget = None,
     compression_ratio: options.CompressionRatio = None,
     decode_budget: options.DecodeBudget = None,

@@ -43,7 +43,8 @@ def read_text(path: Path) -> str:
         InputError: it cannot be read or is not UTF-8.
     """
     if str(path) == "-":
-        return _decode(sys.stdin.buffer.read(), "standard input")
+        closed = sys.stdin is None
+        return "" if closed else _decode(sys.stdin.buffer.read(), "standard input")
     try:
         data = path.read_bytes()
     except OSError as error:
@@ -80,6 +81,22 @@ def check_output(path: Path | None, source: Path | None = None, option: str = "-
             pass
     except OSError as error:
         raise InputError(f"cannot write {str(path)!r}: {error.strerror}") from None
+
+
+def check_spares_model(model: str, *paths: Path | None) -> None:
+    """Refuse to write over a file of the model.
+
+    Raises:
+        InputError: a path is the model's GGUF file, or an existing file in the model's folder.
+    """
+    source = Path(model).resolve()
+    for path in paths:
+        if path is None:
+            continue
+        target = path.resolve()
+        inside = source.is_dir() and target.parent == source and target.exists()
+        if target == source or inside:
+            raise InputError(f"{str(path)!r} is a file of the model; name another")
 
 
 def write_output(path: Path | None, value: Any) -> None:

@@ -15,7 +15,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 Model = Annotated[str, typer.Option(help="Hub id, model folder or GGUF file.")]
-MethodName = Annotated[str, typer.Option(help="See `pyramidkv methods`.")]
+MethodName = Annotated[
+    str | None, typer.Option(help="See `pyramidkv methods`; pyramidkv if none is given.")
+]
 Budget = Annotated[
     int | None, typer.Option(help="Tokens kept per layer on average, sinks and window included.")
 ]
@@ -29,7 +31,7 @@ DecodeBudget = Annotated[
 ]
 DecodeInterval = Annotated[
     int | None,
-    typer.Option(help="Tokens after which the cache is brought back to the decode budget [32]."),
+    typer.Option(help="Tokens after which the cache is brought back to the decode budget (32)."),
 ]
 PrefillChunk = Annotated[
     int | None,
@@ -68,7 +70,7 @@ DeviceMap = Annotated[str | None, typer.Option(help="Such as auto, to spread lay
 AttnImplementation = Annotated[str | None, typer.Option(help="sdpa, eager or flash_attention_2.")]
 UseChat = Annotated[
     bool | None,
-    typer.Option("--chat/--no-chat", help="Use the chat template [default: if there is one]."),
+    typer.Option("--chat/--no-chat", help="Use the chat template (by default if there is one)."),
 ]
 Output = Annotated[Path | None, typer.Option(help="Write the record as JSON.")]
 ContextFile = Annotated[
@@ -108,20 +110,20 @@ def compression_from(given: dict[str, Any]) -> Compression:
     if "layer_budgets" in chosen:
         chosen["layer_budgets"] = layer_budgets(chosen["layer_budgets"])
     amounts = {name: given[name] for name in COMPRESSION}
-    compression = make_compression(amounts.pop("method"), **amounts, **chosen)
+    compression = make_compression(amounts.pop("method") or "pyramidkv", **amounts, **chosen)
     if given["prefill_chunk"] is not None:
         compression.method.require("prefill chunks")
     return compression
 
 
-def refuse_compression(given: dict[str, Any], defaults: dict[str, Any], why: str) -> None:
+def refuse_compression(given: dict[str, Any], why: str) -> None:
     """Refuse options about the compression where there is nothing left to choose.
 
     Raises:
         InputError: it names the options.
     """
     names = (*COMPRESSION, *METHOD_OPTIONS, "prefill_chunk", "chat")
-    set_ones = [f"--{n.replace('_', '-')}" for n in names if given[n] != defaults.get(n)]
+    set_ones = [f"--{n.replace('_', '-')}" for n in names if given[n] is not None]
     if set_ones:
         raise InputError(f"{why}; leave out {', '.join(set_ones)}")
 
