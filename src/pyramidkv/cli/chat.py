@@ -162,7 +162,7 @@ def _interruptible() -> Iterator[Callable[[], bool]]:
             raise KeyboardInterrupt
         wished = True
 
-    before = signal.signal(signal.SIGINT, wish)
+    before = signal.signal(signal.SIGINT, wish) or signal.SIG_DFL
     try:
         yield lambda: wished
     except KeyboardInterrupt:  # asked twice: the turn is given up
