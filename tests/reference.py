@@ -14,7 +14,8 @@ from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
-from pyramidkv.methods import Compression, Options
+from pyramidkv.compression import Compression
+from pyramidkv.methods import Options
 from pyramidkv.support import full_attention_layers
 
 

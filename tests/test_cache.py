@@ -13,9 +13,9 @@ from tiny import HYBRIDS, positions_of, prompt_ids, tiny_model
 
 import pyramidkv
 from pyramidkv.budgets import BudgetError
+from pyramidkv.compression import make_compression
 from pyramidkv.errors import CacheStateError, PromptError
 from pyramidkv.layer import CompressedLayer
-from pyramidkv.methods import make_compression
 from pyramidkv.storage import GROWTH_ROWS
 
 SMALL = {"window_size": 6, "kernel_size": 5}

@@ -11,9 +11,10 @@ from conftest import tiny_tokenizer, words
 from tiny import VOCABULARY, tiny_model
 
 import pyramidkv
+from pyramidkv.compression import make_compression
 from pyramidkv.context import stream
 from pyramidkv.errors import CacheStateError, ContextFileError, PromptError
-from pyramidkv.methods import METHODS, make_compression
+from pyramidkv.methods import METHODS
 from pyramidkv.prompts import PromptFormat, Turn
 
 SMALL = {"budget": 24, "window_size": 6, "kernel_size": 5}

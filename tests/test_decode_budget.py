@@ -10,8 +10,9 @@ from tiny import prompt_ids, tiny_model
 
 import pyramidkv
 from pyramidkv.budgets import BudgetError
+from pyramidkv.compression import make_compression
 from pyramidkv.errors import CacheStateError
-from pyramidkv.methods import METHODS, MethodError, make_compression
+from pyramidkv.methods import METHODS, MethodError
 
 ABLE = [name for name, method in METHODS.items() if "decode budget" in method.supports]
 

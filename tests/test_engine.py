@@ -12,8 +12,8 @@ from transformers import AttentionInterface, DynamicCache, StaticCache
 import pyramidkv
 from pyramidkv import attention
 from pyramidkv.attention import AttentionError
+from pyramidkv.compression import make_compression
 from pyramidkv.errors import CacheStateError
-from pyramidkv.methods import make_compression
 
 OPTIONS = {"budget": 20, "window_size": 6, "kernel_size": 5}
 COMPRESSION = make_compression("pyramidkv", **OPTIONS)

@@ -8,7 +8,7 @@ from reference import Reference
 from tiny import CONFIGS, HYBRIDS, positions_of, prompt_ids, tiny_model
 
 import pyramidkv
-from pyramidkv.methods import Compression, make_compression
+from pyramidkv.compression import Compression, make_compression
 
 STEPS = 20
 # transformers has no sdpa with the softcap of Gemma 2

@@ -8,14 +8,8 @@ import sys
 import pytest
 
 from pyramidkv.budgets import BudgetError
-from pyramidkv.methods import (
-    METHODS,
-    MethodError,
-    Options,
-    describe_total,
-    get_method,
-    make_compression,
-)
+from pyramidkv.compression import describe_total, make_compression
+from pyramidkv.methods import METHODS, MethodError, Options, get_method
 
 
 def test_every_method_of_the_field_is_there():

@@ -11,8 +11,9 @@ from test_equality import small
 from tiny import HYBRIDS, positions_of, prompt_ids, tiny_model
 
 import pyramidkv
+from pyramidkv.compression import make_compression
 from pyramidkv.errors import CacheStateError, PromptError
-from pyramidkv.methods import METHODS, MethodError, make_compression
+from pyramidkv.methods import METHODS, MethodError
 
 IN_PIECES = [name for name, method in METHODS.items() if "prefill chunks" in method.supports]
 

@@ -8,7 +8,8 @@ from test_equality import assert_same
 from tiny import CONFIGS, tiny_model
 
 import pyramidkv
-from pyramidkv.methods import MethodError, make_compression
+from pyramidkv.compression import make_compression
+from pyramidkv.methods import MethodError
 from pyramidkv.rotary import key_frequencies, move_keys
 
 ROPES = {

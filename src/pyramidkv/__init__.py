@@ -11,11 +11,12 @@ if TYPE_CHECKING:
     from .budgets import BudgetError
     from .cache import CompressedCache
     from .chat import Chat
+    from .compression import Compression
     from .context import CompressedContext, compress_context
     from .engine import compress
     from .errors import CacheStateError, ContextFileError, PromptError, PyramidKVError
     from .generation import Generation, generate
-    from .methods import METHODS, Compression, Method, MethodError, get_method
+    from .methods import METHODS, Method, MethodError, get_method
     from .support import SUPPORTED_MODEL_TYPES, UnsupportedModelError
 
 __version__ = version("pyramidkv")
@@ -30,7 +31,8 @@ _HOMES = {
     "engine": ("compress",),
     "errors": ("CacheStateError", "ContextFileError", "PromptError", "PyramidKVError"),
     "generation": ("Generation", "generate"),
-    "methods": ("METHODS", "Compression", "Method", "MethodError", "get_method"),
+    "compression": ("Compression",),
+    "methods": ("METHODS", "Method", "MethodError", "get_method"),
     "support": ("SUPPORTED_MODEL_TYPES", "UnsupportedModelError"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}

@@ -13,9 +13,10 @@ from transformers import Cache, DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicSlidingWindowLayer, LinearAttentionCacheLayerMixin
 
 from . import attention
+from .compression import Compression, make_compression
 from .errors import CacheStateError
 from .layer import CompressedLayer
-from .methods import Compression, Method, make_compression
+from .methods import Method
 from .plan import INTERRUPTED, CachePlan
 from .rotary import key_frequencies
 from .support import check_model, full_attention_layers

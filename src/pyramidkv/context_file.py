@@ -22,9 +22,9 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from .cache import CompressedCache
+from .compression import Compression
 from .context import CompressedContext
 from .errors import ContextFileError, PyramidKVError
-from .methods import Compression
 from .prompts import PromptFormat, Turn, check_tokenizer
 from .records import replacing
 from .support import check_model, state_layers

@@ -12,8 +12,9 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 
 from . import attention
 from .cache import CompressedCache
+from .compression import Compression, make_compression
 from .errors import CacheStateError
-from .methods import Compression, Method, make_compression
+from .methods import Method
 from .rotary import key_frequencies
 from .support import check_model, full_attention_layers
 

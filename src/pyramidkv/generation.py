@@ -19,10 +19,11 @@ from transformers import (
 )
 
 from .cache import CompressedCache
+from .compression import Compression
 from .engine import cache_parameter
 from .errors import CacheStateError, PromptError
 from .measure import PeakMemory, machine, versions
-from .methods import Compression, Method
+from .methods import Method
 from .prompts import check_chunk, check_settings, context_length, encode_prompt
 from .support import check_model
 

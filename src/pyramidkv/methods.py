@@ -8,20 +8,17 @@ and printing schedules stay fast.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from .budgets import (
     Allocation,
-    BudgetError,
     Explicit,
     OfficialPyramid,
     Power,
     Pyramid,
     Uniform,
-    budget_from_ratio,
-    check_budget,
 )
 from .errors import PyramidKVError
 
@@ -269,155 +266,6 @@ class Method:
         return allocation.schedule(layers, budget, prompt_length, self.options.protected)
 
 
-@dataclass(frozen=True)
-class Compression:
-    """A method together with how much it keeps: a budget or a compression ratio, never both.
-
-    Attributes:
-        method: the method.
-        budget: tokens per layer and KV head, averaged over layers, sinks and window included.
-        compression_ratio: fraction of the prompt removed, in [0, 1).
-        decode_budget: bound on the tokens kept per layer on average, generated ones included;
-            without one, everything generated is kept.
-        decode_interval: tokens after which the cache is brought back to the decode budget.
-    """
-
-    method: Method
-    budget: int | None = None
-    compression_ratio: float | None = None
-    decode_budget: int | None = None
-    decode_interval: int = DECODE_INTERVAL
-
-    def __post_init__(self) -> None:
-        method = self.method
-        self._check_decoding()
-        if self.budget is not None and type(self.budget) is not int:
-            raise MethodError(f"budget is {self.budget!r}; it is a whole number of tokens")
-        if not isinstance(self.compression_ratio, int | float | None):
-            raise MethodError(f"compression_ratio is {self.compression_ratio!r}; it is a number")
-        if not method.evicts or method.options.allocation == "list":
-            if self.budget is not None or self.compression_ratio is not None:
-                why = "keeps everything" if not method.evicts else "has a list of layer budgets"
-                raise MethodError(
-                    f"{method.name} {why}, so it takes neither a budget nor a compression ratio"
-                )
-            return
-        if (self.budget is None) == (self.compression_ratio is None):
-            given = "neither" if self.budget is None else "both"
-            raise MethodError(
-                f"give {method.name} either a budget (tokens kept per layer) or a compression "
-                f"ratio (fraction removed); {given} given"
-            )
-        if self.budget is not None:
-            check_budget(self.budget, method.options.protected)
-            method.schedule(1, self.budget, self.budget)  # refuses what the allocation cannot do
-        else:
-            assert self.compression_ratio is not None
-            try:
-                budget_from_ratio(self.compression_ratio, 1)
-            except ValueError as error:
-                raise MethodError(str(error)) from None
-
-    @classmethod
-    def from_parameters(cls, parameters: Mapping[str, Any]) -> Compression:
-        """Return the compression whose `parameters()` these are.
-
-        Raises:
-            MethodError, BudgetError: they are those of none.
-        """
-        chosen = dict(parameters)
-        name = chosen.pop("method", None)
-        amounts = {key: chosen.pop(key, None) for key in cls(METHODS["full"]).amounts}
-        defaults = get_method(str(name)).options
-        for key, value in list(chosen.items()):
-            value = tuple(value) if isinstance(value, list) else value
-            if hasattr(defaults, key) and value == getattr(defaults, key):
-                del chosen[key]
-            else:
-                chosen[key] = value
-        return make_compression(str(name), **amounts, **chosen)
-
-    def _check_decoding(self) -> None:
-        if self.decode_budget is None:
-            return
-        self.method.require("decode budget")
-        for name, value in (
-            ("decode_budget", self.decode_budget),
-            ("decode_interval", self.decode_interval),
-        ):
-            if type(value) is not int or value < 1:
-                raise MethodError(f"{name} is {value!r}; it is a whole number of at least 1 token")
-        if self.method.options.allocation == "list":
-            raise MethodError(
-                f"{self.method.name} has a list of layer budgets, which says nothing about how a "
-                "decode budget is shared; choose another allocation"
-            )
-        try:
-            check_budget(self.decode_budget, self.method.options.protected)
-            self.method.schedule(1, self.decode_budget, self.decode_budget)
-        except BudgetError as error:
-            raise BudgetError(f"decode budget: {error}") from None
-
-    def budget_for(self, prompt_length: int) -> int:
-        """Return the budget for a prompt of this length, in tokens per layer on average."""
-        if self.budget is not None:
-            return self.budget
-        if self.compression_ratio is not None:
-            budget = budget_from_ratio(self.compression_ratio, prompt_length)
-            protected = min(self.method.options.protected, prompt_length)
-            if budget < protected:
-                raise BudgetError(
-                    f"a compression ratio of {self.compression_ratio} leaves {budget} of "
-                    f"{prompt_length} prompt tokens per layer, but sinks and window take "
-                    f"{protected}; give a smaller ratio, a smaller window or a budget"
-                )
-            return budget
-        return prompt_length
-
-    def schedule(self, layers: int, prompt_length: int) -> list[int]:
-        """Return the tokens each layer keeps of a prompt, lowest layer first."""
-        budget = self.budget_for(prompt_length)
-        if self.compression_ratio is not None and self.method.evicts:
-            # Only a prompt shorter than sinks + window can bring the budget below them here.
-            budget = max(budget, self.method.options.protected)
-        return self.method.schedule(layers, budget, prompt_length)
-
-    def decode_schedule(self, layers: int, tokens_seen: int) -> list[int]:
-        """Return the tokens each layer keeps while decoding, after this many tokens."""
-        assert self.decode_budget is not None
-        return self.method.schedule(layers, self.decode_budget, tokens_seen)
-
-    def check(self, layers: int) -> None:
-        """Refuse what cannot work with this many layers, before any prompt is there.
-
-        Raises:
-            BudgetError: such as a list of budgets for another number of layers.
-        """
-        if self.method.options.layer_budgets is not None:
-            self.schedule(layers, max(self.method.options.layer_budgets))
-        elif self.budget is not None:
-            self.schedule(layers, self.budget)
-        if self.decode_budget is not None:
-            self.decode_schedule(layers, self.decode_budget)
-
-    @property
-    def amounts(self) -> dict[str, Any]:
-        """How much is kept, as the arguments that `make_compression` takes."""
-        return {
-            "budget": self.budget,
-            "compression_ratio": self.compression_ratio,
-            "decode_budget": self.decode_budget,
-            "decode_interval": None if self.decode_budget is None else self.decode_interval,
-        }
-
-    def parameters(self) -> dict[str, Any]:
-        """Return everything that was chosen, as plain values for a record."""
-        chosen: dict[str, Any] = {"method": self.method.name, **self.amounts}
-        for name in sorted(self.method.settable):
-            chosen[name] = getattr(self.method.options, name)
-        return chosen
-
-
 _PAPER = Options(window_size=8, sink_tokens=0, pooling="max", kernel_size=7, group_reduce="mean")
 _PAPER_PYRAMID = dataclasses.replace(_PAPER, allocation="pyramid")
 
@@ -508,46 +356,3 @@ def get_method(name: str, **options: Any) -> Method:
     if name not in METHODS:
         raise MethodError(f"unknown method {name!r}; the methods are: {', '.join(METHODS)}")
     return METHODS[name].with_options(**options)
-
-
-def make_compression(
-    method: str | Method = "pyramidkv",
-    budget: int | None = None,
-    compression_ratio: float | None = None,
-    *,
-    decode_budget: int | None = None,
-    decode_interval: int | None = None,
-    **options: Any,
-) -> Compression:
-    """Return a validated `Compression` from what a user typed.
-
-    With a decode budget and neither a budget nor a ratio, the prompt gets the same budget.
-
-    Raises:
-        MethodError: unknown method or option, both or neither of budget and ratio.
-        BudgetError: the budget is below sinks + window.
-    """
-    if isinstance(method, str):
-        method = get_method(method, **options)
-    elif not isinstance(method, Method):
-        raise MethodError(f"method is {method!r}; give a method's name or a Method")
-    elif options:
-        method = method.with_options(**options)
-    if decode_budget is not None and budget is None and compression_ratio is None:
-        budget = decode_budget
-    if decode_interval is not None and decode_budget is None:
-        raise MethodError("a decode interval means nothing without a decode budget; give both")
-    interval = DECODE_INTERVAL if decode_interval is None else decode_interval
-    return Compression(method, budget, compression_ratio, decode_budget, interval)
-
-
-def describe_total(schedule: Sequence[int], budget: int, prompt_length: int) -> str:
-    """Say in words how a schedule's sum compares with the budget it was made from."""
-    total = sum(schedule)
-    asked = len(schedule) * min(budget, prompt_length)
-    if total == asked:
-        return f"{total:,} tokens, exactly {len(schedule)} x {min(budget, prompt_length):,}"
-    return (
-        f"{total:,} tokens, {total / asked - 1:+.1%} against the {asked:,} that a budget of "
-        f"{budget:,} allows"
-    )

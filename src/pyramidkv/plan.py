@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from .compression import Compression
 from .errors import CacheStateError, PromptError
 from .memory import FreedMemory
-from .methods import Compression
 from .scores import AccumulatingScore, Score
 from .selection import Pooling
 

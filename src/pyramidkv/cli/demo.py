@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..methods import make_compression
+from ..compression import make_compression
 from . import display, inputs, options
 from .generate import run
 

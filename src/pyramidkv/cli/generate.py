@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..methods import Compression, describe_total, make_compression
+from ..compression import Compression, describe_total, make_compression
 from . import display, inputs, options
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..methods import Compression, make_compression
+from ..compression import Compression, make_compression
 from .inputs import InputError, layer_budgets
 
 if TYPE_CHECKING:
