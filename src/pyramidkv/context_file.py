@@ -24,7 +24,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 from .cache import CompressedCache
 from .compression import Compression
 from .context import CompressedContext
-from .errors import ContextFileError, PyramidKVError
+from .errors import ContextFileError, PyramidKVError, first_line
 from .prompts import PromptFormat, Turn, check_tokenizer
 from .records import replacing
 from .support import check_model, state_layers
@@ -134,7 +134,7 @@ def load(
         ) from None
     except Exception as error:  # whoever forges a file finds one that no list has
         told = isinstance(error, ValueError | SafetensorError)
-        reason = _first_line(error) if told else type(error).__name__
+        reason = first_line(error) if told else type(error).__name__
         raise ContextFileError(f"{str(path)!r} is no valid saved context: {reason}") from None
 
 
@@ -333,8 +333,3 @@ def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
         tokenizer.chat_template,
     ]
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
-
-
-def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__

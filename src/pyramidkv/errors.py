@@ -17,3 +17,9 @@ class CacheStateError(PyramidKVError, RuntimeError):
 
 class ContextFileError(PyramidKVError, OSError):
     """A saved context that cannot be written, or cannot be used; the message says why."""
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of what an error says, or its type if it says nothing."""
+    lines = str(error).strip().splitlines()
+    return lines[0].strip() if lines else type(error).__name__

@@ -24,7 +24,7 @@ from .engine import cache_parameter
 from .errors import CacheStateError, PromptError
 from .measure import PeakMemory, machine, versions
 from .methods import Method
-from .prompts import check_chunk, check_settings, context_length, encode_prompt
+from .prompts import PromptFormat, check_chunk, check_settings, context_length, encode_prompt
 from .support import check_model
 
 
@@ -119,7 +119,7 @@ def generate(
         "peak_memory_bytes": peak_bytes,
         "peak_memory_kind": peak.kind,
         **stream.times(),
-        "chat": tokenizer.chat_template is not None if chat is None else chat,
+        "chat": PromptFormat.choose(tokenizer, chat).chat,
         "token_ids": new_ids,
         "text": text,
     }

@@ -312,7 +312,8 @@ class CompressedLayer(CacheLayerMixin):
                 last = torch.arange(end - target, end, device=keys.device)
                 kept_keys = move_keys(kept_keys, last - indices, plan.frequencies)
             storage.put(at, rows, kept_keys, kept_values)
-            chosen.append(indices + first)
+            if votes.summing:
+                chosen.append(indices + first)
             if not keeps_all or self._positions is not None:
                 mine = self._candidate_positions(at, own_keys, count).gather(-1, indices)
                 positions.append(functional.pad(mine, (rows - target, 0)))

@@ -17,7 +17,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from .errors import PyramidKVError
+from .errors import PyramidKVError, first_line
 from .gguf_tokenizer import tokenizer_from_gguf
 
 DEMO_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
@@ -133,7 +133,7 @@ def load_model(
         try:
             model.to(target)  # type: ignore[arg-type]
         except (RuntimeError, AssertionError) as error:
-            raise LoadError(f"cannot use the device {target!r}: {_first_line(error)}") from None
+            raise LoadError(f"cannot use the device {target!r}: {first_line(error)}") from None
     model.eval()
     return model
 
@@ -158,13 +158,8 @@ def _load(name: str, what: str, load: Callable[..., _T], **options: Any) -> _T:
     try:
         return load(path, **options)
     except Exception as error:  # what readers raise on files that are not theirs has no end
-        raise LoadError(f"cannot load the {what} of {name!r}: {_first_line(error)}") from error
+        raise LoadError(f"cannot load the {what} of {name!r}: {first_line(error)}") from error
 
 
 def _is_path(name: str) -> bool:
     return name.startswith((".", "/", "~")) or name.endswith(".gguf") or name.count("/") > 1
-
-
-def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0].strip() if lines else type(error).__name__
