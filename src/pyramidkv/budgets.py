@@ -204,6 +204,66 @@ class Power:
 
 
 @dataclass(frozen=True)
+class Entropy:
+    """Shares in proportion to how many tokens each layer's attention effectively spreads over.
+
+    The share above the floor of layer l is `floor / L + (1 - floor) * e_l^(1/T) / sum(e^(1/T))`,
+    where e is the effective context, 2 to the attention entropy in bits. A measured funnel gives a
+    pyramid, equal entropies give uniform budgets, and the order is whatever was measured.
+
+    Attributes:
+        effective_tokens: one number above 0 per layer, lowest layer first; their scale is of no
+            importance.
+        temperature: 1 is proportional; larger is closer to uniform, smaller is sharper.
+        floor: share that every layer gets whatever was measured, as a fraction of an equal one.
+    """
+
+    effective_tokens: tuple[float, ...]
+    temperature: float = 1.0
+    floor: float = 0.1
+
+    def __post_init__(self) -> None:
+        if not self.effective_tokens or not all(
+            0 < count < float("inf") for count in self.effective_tokens
+        ):
+            raise ValueError(
+                "effective_tokens is a list of positive finite numbers, one per layer; given: "
+                f"{list(self.effective_tokens)}"
+            )
+        if not 0 < self.temperature < float("inf"):
+            raise ValueError(
+                f"the temperature of the shares is {self.temperature}; it must be a positive "
+                "finite number (1 is proportional)"
+            )
+        if not 0 <= self.floor <= 1:
+            raise ValueError(
+                f"the floor of the shares is {self.floor}; it is a fraction of an equal share, "
+                "from 0 to 1"
+            )
+
+    def schedule(
+        self, layers: int, budget: int, prompt_length: int, protected: int = 0
+    ) -> list[int]:
+        if len(self.effective_tokens) != layers:
+            raise BudgetError(
+                f"entropies of {len(self.effective_tokens)} layers were given, but {layers} layers "
+                "share the budget; give one per full-attention layer"
+            )
+        return _weighted_schedule(self.weights(), budget, prompt_length, protected)
+
+    def weights(self) -> list[Fraction]:
+        """Return each layer's share as a multiple of an equal one."""
+        largest = max(self.effective_tokens)
+        sharpened = [
+            Fraction(float(count / largest) ** (1 / self.temperature))
+            for count in self.effective_tokens
+        ]
+        floor = Fraction(self.floor)
+        scale = (1 - floor) * len(sharpened) / sum(sharpened, Fraction(0))
+        return [floor + scale * share for share in sharpened]
+
+
+@dataclass(frozen=True)
 class Explicit:
     """Budgets given one by one, lowest layer first; they carry their own total.
 
