@@ -10,7 +10,7 @@ from reference import choose
 from torch.nn import functional
 
 from pyramidkv.methods import Options
-from pyramidkv.selection import Pooling, select
+from pyramidkv.selection import Pooling, order, select
 
 
 @st.composite
@@ -55,6 +55,17 @@ def test_sinks_and_window_always_stay_and_no_index_comes_twice(case):
         assert row == sorted(set(row))
         assert set(range(min(sinks, tokens))) <= set(row)
         assert set(range(max(0, tokens - window), tokens)) <= set(row)
+
+
+@given(cases())
+def test_the_first_of_the_order_are_those_that_are_selected(case):
+    scores, _, sinks, window, pooling = case
+    tokens = scores.shape[-1]
+    best = order(scores, sinks, window, pooling)
+    assert best.sort(dim=-1).values.tolist() == [[list(range(tokens))] * 2]
+    for budget in range(max(1, min(sinks + window, tokens)), tokens + 1):
+        chosen = select(scores, budget, sinks, window, pooling)
+        assert torch.equal(best[..., :budget].sort(dim=-1).values, chosen)
 
 
 def test_constant_scores_keep_sinks_window_and_the_latest_tokens():

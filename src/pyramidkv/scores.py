@@ -8,6 +8,7 @@ N x N matrix never exists.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, Protocol, runtime_checkable
 
@@ -228,12 +229,46 @@ def _reduce_queries(
 ) -> Tensor:
     """Do the work of `_reduce_attention` for some KV heads of one batch row.
 
-    Takes queries `[heads, group, W, head_dim]`, keys `[heads, N, head_dim]` and valid `[N]`;
-    returns `[heads, group, N]`.
+    Takes what `visit_attention` takes; returns `[heads, group, N]`.
+    """
+    heads, group, count, _ = queries.shape
+    reduced = torch.zeros((heads, group, keys.shape[1]), dtype=torch.float32, device=keys.device)
+
+    def visit(weights: Tensor) -> None:
+        target = reduced[:, :, : weights.shape[-1]]
+        if query_reduce == "max":
+            torch.maximum(target, weights.amax(2), out=target)
+        else:
+            target += weights.sum(2)
+
+    visit_attention(queries, keys, valid, scale, softcap, visit)
+    if query_reduce == "mean":
+        votes = count if valid is None else valid[-count:].sum().clamp(min=1)
+        reduced /= votes
+    return reduced
+
+
+def visit_attention(
+    queries: Tensor,
+    keys: Tensor,
+    valid: Tensor | None,
+    scale: float,
+    softcap: float | None,
+    visit: Callable[[Tensor], None],
+) -> None:
+    """Hand out the causal softmax of the last queries of a sequence, block by block.
+
+    Args:
+        queries: `[heads, group, W, head_dim]`, the query heads of each KV head; query i of W sees
+            the tokens up to N - W + i.
+        keys: `[heads, N, head_dim]`.
+        valid: bool `[N]`, False for padding, whose queries get no weights at all; or None.
+        scale, softcap: of the attention logits.
+        visit: called with float32 `[heads, group, rows, seen]` for some queries after the other;
+            `seen` tokens are visible to the last of these rows.
     """
     heads, group, count, head_dim = queries.shape
     tokens = keys.shape[1]
-    reduced = torch.zeros((heads, group, tokens), dtype=torch.float32, device=keys.device)
     keys_transposed = keys.float().transpose(1, 2)
     step = max(1, WORKSPACE_BYTES // (4 * heads * group * tokens))
     for start in range(0, count, step):
@@ -251,13 +286,5 @@ def _reduce_queries(
         weights = logits.softmax(-1)
         if valid is not None:
             weights.masked_fill_(~valid[seen - rows : seen, None], 0.0)
-        target = reduced[:, :, :seen]
-        if query_reduce == "max":
-            torch.maximum(target, weights.amax(2), out=target)
-        else:
-            target += weights.sum(2)
+        visit(weights)
         del logits, weights  # or the next block would be made while this one is still held
-    if query_reduce == "mean":
-        votes = count if valid is None else valid[-count:].sum().clamp(min=1)
-        reduced /= votes
-    return reduced

@@ -78,6 +78,27 @@ def select(scores: Tensor, budget: int, sinks: int, window: int, pooling: Poolin
     return torch.cat([first, chosen, last], dim=-1)
 
 
+def order(scores: Tensor, sinks: int, window: int, pooling: Pooling) -> Tensor:
+    """Return all tokens, best first: the first K of them are those that `select` keeps of K.
+
+    Sinks and window come first, in the order of their positions.
+
+    Args:
+        scores, sinks, window, pooling: see `select`.
+
+    Returns:
+        int64 `[batch, kv_heads, tokens]`, a permutation in each head.
+    """
+    tokens, device = scores.shape[-1], scores.device
+    every = torch.arange(tokens, device=device).expand(scores.shape)
+    if sinks + window >= tokens:
+        return every
+    own = scores[..., sinks : tokens - window]
+    rank = _rank(pooling(own), own).flip(-1)  # so that a stable sort puts the later token first
+    best = own.shape[-1] - 1 - rank.sort(dim=-1, descending=True, stable=True).indices
+    return torch.cat([every[..., :sinks], every[..., tokens - window :], best + sinks], dim=-1)
+
+
 def _top_indices(primary: Tensor, secondary: Tensor, count: int) -> Tensor:
     """Return the `count` best positions of the last dimension, ascending.
 
@@ -86,7 +107,7 @@ def _top_indices(primary: Tensor, secondary: Tensor, count: int) -> Tensor:
     """
     if count == 0:
         return primary.new_empty((*primary.shape[:-1], 0), dtype=torch.int64)
-    rank = (_order(primary) << 32) + (_order(secondary) + 2**31)
+    rank = _rank(primary, secondary)
     threshold = rank.topk(count, dim=-1, sorted=False).values.amin(-1, keepdim=True)
     above = rank > threshold
     tied = rank == threshold
@@ -99,7 +120,12 @@ def _top_indices(primary: Tensor, secondary: Tensor, count: int) -> Tensor:
     return result.scatter_(-1, slots, positions)[..., :count]
 
 
-def _order(scores: Tensor) -> Tensor:
+def _rank(primary: Tensor, secondary: Tensor) -> Tensor:
+    """Return one int64 per token that orders by `primary`, then by `secondary`."""
+    return (_as_integer(primary) << 32) + (_as_integer(secondary) + 2**31)
+
+
+def _as_integer(scores: Tensor) -> Tensor:
     """Map float32 to int64 in the int32 range such that order is preserved."""
     bits = (scores.float() + 0.0).view(torch.int32)  # adding 0.0 makes -0.0 equal to 0.0
     return torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long()
