@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from pyramidkv.budgets import (
     BudgetError,
+    Entropy,
     Explicit,
     OfficialPyramid,
     Power,
@@ -74,6 +75,70 @@ def test_an_explicit_list_keeps_its_total_where_the_prompt_allows(budgets, promp
     assert all(min(protected, prompt) <= kept <= prompt for kept in schedule)
     if max(budgets) <= prompt:
         assert schedule == budgets
+
+
+effective = st.one_of(st.floats(1, 100_000), st.floats(1e-300, 1e300))
+
+
+@given(cases(), st.data(), st.floats(0.01, 100), st.floats(0, 1))
+def test_entropy_is_exact_bounded_and_in_the_order_measured(case, data, temperature, floor):
+    layers, budget, prompt, protected = case
+    measured = data.draw(st.lists(effective, min_size=layers, max_size=layers))
+    schedule = Entropy(tuple(measured), temperature, floor).schedule(*case)
+    assert sum(schedule) == layers * min(budget, prompt)
+    assert all(min(protected, prompt) <= kept <= prompt for kept in schedule)
+    in_order = [schedule[i] for i in sorted(range(layers), key=lambda i: (-measured[i], i))]
+    assert all(a >= b - 1 for a, b in pairwise(in_order))  # 1: rounding, for equal shares
+
+
+def test_entropy_shares_are_proportional_above_the_floor_and_the_protected_tokens():
+    # 4 layers, 100 above the protected on average, in proportion 8 : 4 : 2 : 2
+    assert Entropy((800, 400, 200, 200), floor=0).schedule(4, 110, 5000, 10) == [210, 110, 60, 60]
+    # a floor of 1/2: half of it in equal parts, half in proportion
+    half = Entropy((800, 400, 200, 200), floor=0.5).schedule(4, 110, 5000, 10)
+    assert half == [160, 110, 85, 85]
+    # temperature 2: in proportion to the square roots
+    roots = Entropy((1600, 400, 100, 100), 2, 0).schedule(4, 80, 5000, 0)
+    assert roots == [160, 80, 40, 40]
+    assert Entropy((5, 5, 5)).schedule(3, 64, 5000, 8) == [64, 64, 64]
+    assert Entropy((1, 50, 3), floor=1).schedule(3, 64, 5000, 8) == [64, 64, 64]
+    # what one layer cannot hold goes to the others in proportion
+    assert Entropy((100, 2, 1), floor=0).schedule(3, 50, 60, 0) == [60, 60, 30]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (((),), "one per layer"),
+        (((1.0, 0.0),), "positive finite"),
+        (((1.0, -2.0),), "positive finite"),
+        (((1.0, float("nan")),), "positive finite"),
+        (((1.0, float("inf")),), "positive finite"),
+        (((1.0,), 0.0), "positive finite number"),
+        (((1.0,), float("nan")), "positive finite number"),
+        (((1.0,), 1.0, -0.1), "from 0 to 1"),
+        (((1.0,), 1.0, 1.1), "from 0 to 1"),
+    ],
+)
+def test_entropy_refuses_what_is_no_measurement(arguments, words):
+    with pytest.raises(ValueError, match=words):
+        Entropy(*arguments)
+
+
+def test_entropy_of_another_number_of_layers_is_refused():
+    with pytest.raises(BudgetError, match="entropies of 3 layers were given, but 4 layers"):
+        Entropy((1, 2, 3)).schedule(4, 100, 1000, 0)
+
+
+@given(st.data(), st.integers(1, 40), st.integers(0, 30))
+def test_apportion_heeds_each_ceiling(data, count, floor):
+    weights = data.draw(st.lists(st.integers(0, 50), min_size=count, max_size=count))
+    rooms = data.draw(st.lists(st.integers(0, 60), min_size=count, max_size=count))
+    ceilings = [floor + room for room in rooms]
+    total = data.draw(st.integers(count * floor, sum(ceilings)))
+    result = apportion([Fraction(w) for w in weights], total, floor, ceilings)
+    assert sum(result) == total
+    assert all(floor <= x <= most for x, most in zip(result, ceilings, strict=True))
 
 
 @given(

@@ -44,7 +44,9 @@ class Allocation(Protocol):
         ...
 
 
-def apportion(weights: Sequence[Fraction], total: int, floor: int, ceiling: int) -> list[int]:
+def apportion(
+    weights: Sequence[Fraction], total: int, floor: int, ceiling: int | Sequence[int]
+) -> list[int]:
     """Split `total` into integers between `floor` and `ceiling`, in proportion to `weights`.
 
     Each entry gets `floor` and, of what is left, a part proportional to its weight. What an entry
@@ -54,32 +56,35 @@ def apportion(weights: Sequence[Fraction], total: int, floor: int, ceiling: int)
 
     Args:
         weights: non-negative; their scale is of no importance.
-        total: between `len(weights) * floor` and `len(weights) * ceiling`.
-        floor, ceiling: bounds of each entry.
+        total: between the sums of the bounds.
+        floor: least of each entry.
+        ceiling: most of each entry, one for all or one for each; at least `floor`.
     """
     count = len(weights)
-    if not count * floor <= total <= count * ceiling:
+    ceilings = [ceiling] * count if isinstance(ceiling, int) else list(ceiling)
+    if not count * floor <= total <= sum(ceilings):
         raise BudgetError(
-            f"{total} tokens cannot be split over {count} layers that hold {floor} to {ceiling} "
-            f"each; the total must lie between {count * floor} and {count * ceiling}"
+            f"{total} tokens cannot be split over {count} layers that hold {floor} to "
+            f"{max(ceilings, default=0)} each; the total must lie between {count * floor} and "
+            f"{sum(ceilings)}"
         )
-    ideal = [Fraction(ceiling)] * count
+    ideal = [Fraction(most) for most in ceilings]
     open_layers = list(range(count))
     left = Fraction(total - count * floor)
-    room = ceiling - floor
+    room = [most - floor for most in ceilings]
     while open_layers:
         weight_sum = sum((weights[i] for i in open_layers), Fraction(0))
         if weight_sum == 0:
             shares = {i: left / len(open_layers) for i in open_layers}
         else:
             shares = {i: left * weights[i] / weight_sum for i in open_layers}
-        overflowing = [i for i in open_layers if shares[i] > room]
+        overflowing = [i for i in open_layers if shares[i] > room[i]]
         if not overflowing:
             for i in open_layers:
                 ideal[i] = floor + shares[i]
             break
-        left -= room * len(overflowing)
-        open_layers = [i for i in open_layers if shares[i] <= room]
+        left -= sum(room[i] for i in overflowing)
+        open_layers = [i for i in open_layers if shares[i] <= room[i]]
 
     result = [floor_of(x) for x in ideal]
     by_remainder = sorted(range(count), key=lambda i: (result[i] - ideal[i], i))

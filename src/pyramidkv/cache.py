@@ -16,8 +16,10 @@ from . import attention
 from .compression import Compression, make_compression
 from .errors import CacheStateError
 from .layer import CompressedLayer
+from .measured_layer import MeasuredLayer
 from .methods import Method
-from .plan import INTERRUPTED, CachePlan
+from .model_shape import shape_fingerprint
+from .plan import INTERRUPTED, CachePlan, Observer
 from .rotary import key_frequencies
 from .support import check_model, full_attention_layers
 
@@ -48,6 +50,7 @@ class CompressedCache(Cache):
         decode_interval: tokens after which the cache is brought back to the decode budget (32).
         on_layer: called with (layers done, layers) as the prompt passes through, summed over its
             pieces.
+        observe: called with each layer's queries and keys of the prompt (see `plan.Observer`).
         options: the method's options (see `methods.Options`).
 
     Raises:
@@ -69,6 +72,7 @@ class CompressedCache(Cache):
         decode_budget: int | None = None,
         decode_interval: int | None = None,
         on_layer: Callable[[int, int], None] | None = None,
+        observe: Observer | None = None,
         **options: Any,
     ):
         compression = make_compression(
@@ -80,6 +84,7 @@ class CompressedCache(Cache):
             **options,
         )
         self._build(model, compression, on_layer)
+        self._plan.observe = observe
         self._hold(model)
 
     @classmethod
@@ -138,7 +143,7 @@ class CompressedCache(Cache):
     ) -> None:
         check_model(model)
         full = full_attention_layers(model.config)
-        compression.check(len(full))
+        compression.check(len(full), lambda: shape_fingerprint(model.config.to_dict()))
         self._config, self._dtype = model.config, model.dtype
         self._held = None
         only_full = len(full) == model.config.num_hidden_layers
@@ -146,8 +151,13 @@ class CompressedCache(Cache):
         if compression.method.renumber:
             self._plan.frequencies = key_frequencies(model)
         layers: list[Any] = list(DynamicCache(config=model.config).layers)
+        measured: list[MeasuredLayer] = []
         for index, layer_index in enumerate(full):
-            layers[layer_index] = CompressedLayer(index, self._plan)
+            if compression.measured:
+                layers[layer_index] = MeasuredLayer(index, self._plan, list(measured))
+                measured.append(layers[layer_index])
+            else:
+                layers[layer_index] = CompressedLayer(index, self._plan)
         super().__init__(layers=layers)
         self._in_turn = [i for i, linear in enumerate(self.is_linear) if not linear]
         self._next = 0  # of them, to take tokens

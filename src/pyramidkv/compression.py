@@ -5,12 +5,14 @@ As `methods.py`, this imports no torch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from .budgets import BudgetError, budget_from_ratio, check_budget
+from .cascade import Cascade
 from .methods import DECODE_INTERVAL, METHODS, Method, MethodError, get_method
+from .schedule_profile import ScheduleProfile
 
 
 @dataclass(frozen=True)
@@ -53,8 +55,7 @@ class Compression:
                 f"ratio (fraction removed); {given} given"
             )
         if self.budget is not None:
-            check_budget(self.budget, method.options.protected)
-            method.schedule(1, self.budget, self.budget)  # refuses what the allocation cannot do
+            self._check_amount(self.budget)
         else:
             assert self.compression_ratio is not None
             try:
@@ -67,7 +68,7 @@ class Compression:
         """Return the compression whose `parameters()` these are.
 
         Raises:
-            MethodError, BudgetError: they are those of none.
+            MethodError, BudgetError, ProfileError: they are those of none.
         """
         chosen = dict(parameters)
         name = chosen.pop("method", None)
@@ -75,6 +76,8 @@ class Compression:
         defaults = get_method(str(name)).options
         for key, value in list(chosen.items()):
             value = tuple(value) if isinstance(value, list) else value
+            if key == "profile" and value is not None:
+                value = ScheduleProfile.from_dict(value)
             if hasattr(defaults, key) and value == getattr(defaults, key):
                 del chosen[key]
             else:
@@ -97,10 +100,15 @@ class Compression:
                 "decode budget is shared; choose another allocation"
             )
         try:
-            check_budget(self.decode_budget, self.method.options.protected)
-            self.method.schedule(1, self.decode_budget, self.decode_budget)
+            self._check_amount(self.decode_budget)
         except BudgetError as error:
             raise BudgetError(f"decode budget: {error}") from None
+
+    def _check_amount(self, budget: int) -> None:
+        """Refuse what no prompt and no number of layers would make possible."""
+        check_budget(budget, self.method.options.protected)
+        if self.method.options.allocation != "entropy":  # which knows its number of layers
+            self.method.schedule(1, budget, budget)
 
     def budget_for(self, prompt_length: int) -> int:
         """Return the budget for a prompt of this length, in tokens per layer on average."""
@@ -118,28 +126,58 @@ class Compression:
             return budget
         return prompt_length
 
+    @property
+    def measured(self) -> bool:
+        """Whether the schedule follows from the prompt itself: see `cascade`."""
+        return self.method.options.measured
+
     def schedule(self, layers: int, prompt_length: int) -> list[int]:
-        """Return the tokens each layer keeps of a prompt, lowest layer first."""
+        """Return the tokens each layer keeps of a prompt, lowest layer first.
+
+        Raises:
+            BudgetError: the budget does not fit this prompt or number of layers.
+            MethodError: the schedule follows from the prompt itself.
+        """
+        return self.method.schedule(layers, self._possible_budget(prompt_length), prompt_length)
+
+    def cascade(self, layers: int, prompt_length: int) -> Cascade:
+        """Return the schedule in the making of a prompt whose layers are measured one by one."""
+        options = self.method.options
+        budget = self._possible_budget(prompt_length)
+        return Cascade(layers, budget, prompt_length, options.protected, options.make_shares)
+
+    def _possible_budget(self, prompt_length: int) -> int:
         budget = self.budget_for(prompt_length)
         if self.compression_ratio is not None and self.method.evicts:
             # Only a prompt shorter than sinks + window can bring the budget below them here.
             budget = max(budget, self.method.options.protected)
-        return self.method.schedule(layers, budget, prompt_length)
+        return budget
 
     def decode_schedule(self, layers: int, tokens_seen: int) -> list[int]:
         """Return the tokens each layer keeps while decoding, after this many tokens."""
         assert self.decode_budget is not None
         return self.method.schedule(layers, self.decode_budget, tokens_seen)
 
-    def check(self, layers: int) -> None:
-        """Refuse what cannot work with this many layers, before any prompt is there.
+    def check(self, layers: int, shape: Callable[[], Mapping[str, Any]]) -> None:
+        """Refuse what cannot work with this model, before any prompt is there.
+
+        Args:
+            layers: full-attention layers, which share the budget.
+            shape: gives the model's fingerprint, if it is needed: see
+                `model_shape.shape_fingerprint`.
 
         Raises:
             BudgetError: such as a list of budgets for another number of layers.
+            ProfileError: the schedule profile is of another model.
         """
-        if self.method.options.layer_budgets is not None:
-            self.schedule(layers, max(self.method.options.layer_budgets))
-        elif self.budget is not None:
+        options = self.method.options
+        if options.profile is not None:
+            options.profile.check(shape())
+        if options.layer_budgets is not None:
+            self.schedule(layers, max(options.layer_budgets))
+        elif options.profile is not None:
+            options.make_allocation().schedule(layers, options.protected + 1, 1, options.protected)
+        elif self.budget is not None and not self.measured:
             self.schedule(layers, self.budget)
         if self.decode_budget is not None:
             self.decode_schedule(layers, self.decode_budget)
@@ -158,7 +196,8 @@ class Compression:
         """Return everything that was chosen, as plain values for a record."""
         chosen: dict[str, Any] = {"method": self.method.name, **self.amounts}
         for name in sorted(self.method.settable):
-            chosen[name] = getattr(self.method.options, name)
+            value = getattr(self.method.options, name)
+            chosen[name] = value.as_dict() if isinstance(value, ScheduleProfile) else value
         return chosen
 
 

@@ -15,6 +15,7 @@ from .cache import CompressedCache
 from .compression import Compression, make_compression
 from .errors import CacheStateError
 from .methods import Method
+from .model_shape import shape_fingerprint
 from .rotary import key_frequencies
 from .support import check_model, full_attention_layers
 
@@ -70,7 +71,8 @@ def compress(
         **options,
     )
     check_model(model)
-    compression.check(len(full_attention_layers(model.config)))
+    layers = full_attention_layers(model.config)
+    compression.check(len(layers), lambda: shape_fingerprint(model.config.to_dict()))
     if model in _compressing:
         raise CacheStateError(
             "this model is inside a `compress` block already; leave that one first, or give "

@@ -6,6 +6,7 @@ been compressed, and neither is ever derived from the other.
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -96,9 +97,9 @@ class CompressedLayer(CacheLayerMixin):
     @_for_later_passes
     def __deepcopy__(self, memo: dict[int, Any]) -> CompressedLayer:
         """Return an independent copy; its plan is the copy that `memo` has of this one's."""
-        result = CompressedLayer(self.index, memo.get(id(self._plan)) or self._plan.copy())
+        result = copy.copy(self)
         memo[id(self)] = result
-        result.is_initialized, result._tokens_seen = self.is_initialized, self._tokens_seen
+        result._plan = memo.get(id(self._plan)) or self._plan.copy()
         result._storage = None if self._storage is None else self._storage.copy()
         result._positions = None if self._positions is None else self._positions.clone()
         result._votes = self._votes.copy()
@@ -219,6 +220,8 @@ class CompressedLayer(CacheLayerMixin):
         plan, votes = self._plan, self._votes
         now = plan.current
         assert now is not None
+        if now.in_prompt and plan.observe is not None:
+            plan.observe(self.index, queries, keys, scale, softcap)
         if now.votes and not now.in_prompt and plan.holes:
             assert self._storage is not None
             votes.align(self._storage.align(), keys.shape[2])
@@ -273,7 +276,7 @@ class CompressedLayer(CacheLayerMixin):
                 continue
             at = slice(row, row + 1)
             own_keys = keys[at, :, keys.shape[2] - rows :]
-            self._votes.add(at, _last(voters[at], count), own_keys, scale, softcap)
+            self._votes.add(at, last_tokens(voters[at], count), own_keys, scale, softcap)
 
     def _evict(
         self, voters: Tensor, keys: Tensor, values: Tensor, scale: float, softcap: float | None
@@ -296,17 +299,18 @@ class CompressedLayer(CacheLayerMixin):
             count, target = counts[at.start], targets[at.start]
             first = available - count
             own_keys, own_values = keys[at, :, first:], values[at, :, first:]
-            if target + dropped == count:
-                every = torch.arange(target, device=keys.device)
-                indices = every.expand(*own_keys.shape[:2], -1)
-            else:
-                own_voters = _last(voters[at], now.voters[at.start])
-                scores = votes.scores(at, own_voters, own_keys, own_values, scale, softcap)
-                indices = self._select(scores[..., : count - dropped], target)
+            own_voters = last_tokens(voters[at], now.voters[at.start]) if plan.score else voters
+            score = functools.partial(
+                votes.scores, at, own_voters, own_keys, own_values, scale, softcap
+            )
+            indices = self._choose(own_keys, count - dropped, target, score)
             if now.in_prompt and target + dropped == count:  # no copy between the two storages
                 kept_keys, kept_values = own_keys[:, :, :target], own_values[:, :, :target]
             else:
-                kept_keys, kept_values = _take(own_keys, indices), _take(own_values, indices)
+                kept_keys, kept_values = (
+                    take_tokens(own_keys, indices),
+                    take_tokens(own_values, indices),
+                )
             if plan.frequencies is not None:
                 end = count - dropped
                 last = torch.arange(end - target, end, device=keys.device)
@@ -324,6 +328,27 @@ class CompressedLayer(CacheLayerMixin):
         self._positions = torch.cat(positions) if positions else None
         votes.keep(chosen, rows)
 
+    def _choose(
+        self, keys: Tensor, keepable: int, target: int, score: Callable[[], Tensor]
+    ) -> Tensor:
+        """Return the rows that stay of some rows of the batch, ascending.
+
+        Args:
+            keys: `[rows, kv_heads, count, head_dim]`.
+            keepable: how many of the count may stay, from the first on.
+            target: how many stay.
+            score: gives `[rows, kv_heads, count]`.
+
+        Returns:
+            int64 `[rows, kv_heads, target]`
+        """
+        if target == keepable:
+            return torch.arange(target, device=keys.device).expand(*keys.shape[:2], -1)
+        options = self._plan.compression.method.options
+        assert self._plan.pooling is not None
+        scores = score()[..., :keepable]
+        return select(scores, target, options.sink_tokens, options.window_size, self._plan.pooling)
+
     def _candidate_positions(self, at: slice, keys: Tensor, count: int) -> Tensor:
         """Return where some rows' candidates `keys` stand, int32 `[rows, kv_heads, count]`."""
         plan, row = self._plan, at.start
@@ -336,11 +361,6 @@ class CompressedLayer(CacheLayerMixin):
         else:
             earlier = self._positions[at, :, self._positions.shape[-1] - old :]
         return torch.cat([earlier, later.expand(size)], dim=-1)
-
-    def _select(self, scores: Tensor, budget: int) -> Tensor:
-        options = self._plan.compression.method.options
-        assert self._plan.pooling is not None
-        return select(scores, budget, options.sink_tokens, options.window_size, self._plan.pooling)
 
     # What the cache asks of a layer
 
@@ -427,11 +447,11 @@ class CompressedLayer(CacheLayerMixin):
         return torch.cat([first, later.expand(kv_heads, -1)], dim=-1)
 
 
-def _last(states: Tensor, count: int) -> Tensor:
+def last_tokens(states: Tensor, count: int) -> Tensor:
     """Return the last `count` tokens of `[batch, heads, tokens, head_dim]`."""
     return states[:, :, states.shape[2] - count :]
 
 
-def _take(states: Tensor, indices: Tensor) -> Tensor:
+def take_tokens(states: Tensor, indices: Tensor) -> Tensor:
     """Gather `[batch, kv_heads, tokens, head_dim]` at indices `[batch, kv_heads, kept]`."""
     return states.gather(2, indices[..., None].expand(-1, -1, -1, states.shape[3]))

@@ -10,10 +10,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from .budgets import (
     Allocation,
+    Entropy,
     Explicit,
     OfficialPyramid,
     Power,
@@ -21,16 +22,18 @@ from .budgets import (
     Uniform,
 )
 from .errors import PyramidKVError
+from .schedule_profile import ScheduleProfile
 
 if TYPE_CHECKING:
     from .scores import Score
     from .selection import Pooling
 
-AllocationName = Literal["uniform", "pyramid", "power", "list", "official"]
-ALLOCATIONS: tuple[AllocationName, ...] = ("uniform", "pyramid", "power", "list")
+AllocationName = Literal["uniform", "pyramid", "power", "entropy", "list", "official"]
+ALLOCATIONS: tuple[AllocationName, ...] = ("uniform", "pyramid", "power", "entropy", "list")
 
-Capability = Literal["prefill chunks", "decode budget"]
-"""What not every method can do: take a prompt in pieces; evict while decoding."""
+Capability = Literal["prefill chunks", "decode budget", "measured budgets"]
+"""What not every method can do: take a prompt in pieces; evict while decoding; share the budget by
+entropies that are measured on the prompt itself."""
 
 DECODE_INTERVAL = 32
 """Tokens between two evictions while decoding, if nothing else is asked for."""
@@ -51,9 +54,12 @@ class Options:
         group_reduce: how query heads that share a KV head are combined, `mean` or `max`.
         window_reduce: how the window's queries are combined, `mean` or `max`.
         value_norm: weight scores by the norm of the value vectors.
-        allocation: `uniform`, `pyramid`, `power` or `list`.
+        allocation: `uniform`, `pyramid`, `power`, `entropy` or `list`.
         beta: steepness of the pyramid, from 1 (uniform).
         gamma, c_max, c_min: the power law's exponent and ends, in tokens.
+        profile: of the allocation `entropy`: what was measured of the model; without one, the
+            entropies are those of the prompt itself.
+        share_temperature, share_floor: of the allocation `entropy`, see `budgets.Entropy`.
         layer_budgets: the schedule of the allocation `list`, lowest layer first.
     """
 
@@ -69,6 +75,9 @@ class Options:
     gamma: float = 1.0
     c_max: int | None = None
     c_min: int | None = None
+    profile: ScheduleProfile | None = None
+    share_temperature: float = 1.0
+    share_floor: float = 0.1
     layer_budgets: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
@@ -76,12 +85,17 @@ class Options:
             value = getattr(self, name)
             if type(value) is not int and not (value is None and name.startswith("c_")):
                 raise MethodError(f"{name} is {value!r}; it is a whole number")
-        for name in ("beta", "gamma"):
+        for name in ("beta", "gamma", "share_temperature", "share_floor"):
             value = getattr(self, name)
             if type(value) not in (int, float):
                 raise MethodError(f"{name} is {value!r}; it is a number")
         if type(self.value_norm) is not bool:
             raise MethodError(f"value_norm is {self.value_norm!r}; it is True or False")
+        if not isinstance(self.profile, ScheduleProfile | None):
+            raise MethodError(
+                f"profile is {self.profile!r}; it is a schedule profile, as ScheduleProfile.read "
+                "gives it"
+            )
         for name in ("window_size", "sink_tokens"):
             value = getattr(self, name)
             if value < 0:
@@ -111,8 +125,21 @@ class Options:
         """Tokens that every layer keeps: sinks and window."""
         return self.window_size + self.sink_tokens
 
+    @property
+    def measured(self) -> bool:
+        """Whether the schedule follows from the prompt itself, so that nothing else gives it."""
+        return self.allocation == "entropy" and self.profile is None
+
+    def make_shares(self, effective_tokens: tuple[float, ...]) -> Entropy:
+        """Return the allocation `entropy` for what was measured, lowest layer first."""
+        return Entropy(effective_tokens, self.share_temperature, self.share_floor)
+
     def make_allocation(self) -> Allocation:
-        """Return the allocation these options describe."""
+        """Return the allocation these options describe.
+
+        Raises:
+            MethodError: it is measured on the prompt.
+        """
         match self.allocation:
             case "uniform":
                 return Uniform()
@@ -122,6 +149,14 @@ class Options:
                 return Power(self.gamma, self.c_max, self.c_min)
             case "official":
                 return OfficialPyramid(self.beta)
+            case "entropy":
+                if self.profile is None:
+                    raise MethodError(
+                        "the allocation 'entropy' without a schedule profile is measured on the "
+                        "prompt itself, so its budgets are known after the prompt only; give a "
+                        "profile (--schedule FILE) to know them before"
+                    )
+                return self.make_shares(self.profile.effective_tokens)
             case "list":
                 assert self.layer_budgets is not None
                 return Explicit(self.layer_budgets)
@@ -154,7 +189,16 @@ def _recency(options: Options) -> Score:
 
 
 _SHARED_OPTIONS = frozenset({"window_size", "sink_tokens"})
-_ALLOCATION_OPTIONS = frozenset({"allocation", "beta", "gamma", "c_max", "c_min", "layer_budgets"})
+_OPTIONS_OF_ALLOCATIONS = {
+    "beta": ("pyramid", "official"),
+    "gamma": ("power",),
+    "c_max": ("power",),
+    "c_min": ("power",),
+    "profile": ("entropy",),
+    "share_temperature": ("entropy",),
+    "share_floor": ("entropy",),
+}
+_ALLOCATION_OPTIONS = frozenset({"allocation", "layer_budgets", *_OPTIONS_OF_ALLOCATIONS})
 _WINDOW_OPTIONS = (
     _SHARED_OPTIONS
     | _ALLOCATION_OPTIONS
@@ -165,13 +209,7 @@ _WINDOW_OPTIONS = (
 _IN_WORDS: dict[Capability, str] = {
     "prefill chunks": "a prompt in several pieces",
     "decode budget": "a decode budget",
-}
-
-_OPTIONS_OF_ALLOCATIONS = {
-    "beta": ("pyramid", "official"),
-    "gamma": ("power",),
-    "c_max": ("power",),
-    "c_min": ("power",),
+    "measured budgets": "budgets by the entropy of the prompt itself",
 }
 
 
@@ -197,7 +235,7 @@ class Method:
     options: Options = field(default_factory=Options)
     settable: frozenset[str] = _WINDOW_OPTIONS
     renumber: bool = False
-    supports: frozenset[Capability] = frozenset({"prefill chunks", "decode budget"})
+    supports: frozenset[Capability] = frozenset(get_args(Capability))
 
     @property
     def evicts(self) -> bool:
@@ -218,6 +256,11 @@ class Method:
         if capability not in self.supports:
             able = ", ".join(m.name for m in METHODS.values() if capability in m.supports)
             raise MethodError(f"{self.name} does not support {_IN_WORDS[capability]}; {able} do")
+        if self.options.measured and capability != "measured budgets":
+            raise MethodError(
+                "budgets by the entropy of the prompt itself do not support "
+                f"{_IN_WORDS[capability]}; give a schedule profile (--schedule FILE) instead"
+            )
 
     def with_options(self, **changes: Any) -> Method:
         """Return this method with some options changed.
@@ -235,6 +278,8 @@ class Method:
                 raise MethodError(f"layer_budgets is {budgets}; it is a list of whole numbers")
             changes.setdefault("allocation", "list")
             changes["layer_budgets"] = budgets
+        if changes.get("profile") is not None:
+            changes.setdefault("allocation", "entropy")
         allocation = changes.get("allocation", self.options.allocation)
         for name, allocations in _OPTIONS_OF_ALLOCATIONS.items():
             if name in changes and allocation not in allocations:
@@ -249,16 +294,31 @@ class Method:
                 "window's queries, so it needs at least 1"
             )
         try:
-            options.make_allocation()
+            if options.measured:
+                options.make_shares((1.0,))
+            else:
+                options.make_allocation()
         except ValueError as error:
             raise MethodError(str(error)) from None
-        return dataclasses.replace(self, options=options)
+        result = dataclasses.replace(self, options=options)
+        if options.measured:
+            result._check_measurable()
+        return result
+
+    def _check_measurable(self) -> None:
+        self.require("measured budgets")
+        if self.options.window_size < 1:
+            raise MethodError(
+                "the entropy of the prompt itself is that of the window's queries, but the window "
+                "size is 0; set a window size or give a schedule profile (--schedule FILE)"
+            )
 
     def schedule(self, layers: int, budget: int, prompt_length: int) -> list[int]:
         """Return the tokens each layer keeps of a prompt, lowest layer first.
 
         Raises:
             BudgetError: the budget is below what sinks and window take.
+            MethodError: the budgets are measured on the prompt.
         """
         if not self.evicts:
             return [prompt_length] * layers
@@ -288,6 +348,7 @@ METHODS: dict[str, Method] = {
             _recency,
             Options(window_size=0, kernel_size=1),
             _SHARED_OPTIONS | _ALLOCATION_OPTIONS,
+            supports=frozenset({"prefill chunks", "decode budget"}),  # no query votes
         ),
         Method(
             "streamingllm-renumbered",

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from .cascade import Cascade
 from .compression import Compression
 from .errors import CacheStateError, PromptError
 from .memory import FreedMemory
@@ -25,6 +26,12 @@ INTERRUPTED = (
     "the last forward pass on this compressed cache was interrupted, or its attention did not go "
     "through pyramidkv; start again from an empty cache (cache.reset())"
 )
+
+
+Observer = Callable[[int, Tensor, Tensor, float, float | None], None]
+"""Sees each layer's states of the prompt, in turn: the layer's index among the full-attention
+layers, queries `[batch, query_heads, tokens, head_dim]`, keys `[batch, kv_heads, rows, head_dim]`,
+and the scale and softcap of the attention logits."""
 
 
 @dataclass
@@ -71,10 +78,12 @@ class CachePlan:
     only_full: bool = True  # whether the model has no layers of another kind
     score: Score | None = None
     pooling: Pooling | None = None
+    observe: Observer | None = None
     frequencies: Tensor | None = None  # of the rotary embedding; None: positions stay
     lengths: list[int] = field(default_factory=list)
     schedules: list[list[int]] = field(default_factory=list)
     seen: list[int] = field(default_factory=list)
+    cascades: list[Cascade] = field(default_factory=list)  # per row, if schedules are measured
     kept: list[list[int]] = field(default_factory=list)
     since: list[int] = field(default_factory=list)
     pending: list[int] = field(default_factory=list)  # queries not yet in accumulated scores
@@ -103,6 +112,11 @@ class CachePlan:
         return isinstance(self.score, AccumulatingScore)
 
     @property
+    def measures(self) -> bool:
+        """Whether each row's schedule is made from what its layers' attention looks like."""
+        return self.compression.measured
+
+    @property
     def remembers(self) -> bool:
         """Whether queries of the pass under way will be asked for by a later pass."""
         assert self.current is not None
@@ -116,7 +130,7 @@ class CachePlan:
     def reset(self) -> None:
         """Forget the prompt, announced or seen."""
         self.lengths, self.schedules, self.seen = [], [], []
-        self.kept, self.since, self.pending = [], [], []
+        self.kept, self.since, self.pending, self.cascades = [], [], [], []
         self.columns = self.columns_seen = self.announced = self.question = self.steps = 0
         self.pieces_done = 0
         self.prompt_ended = self.holes = False
@@ -153,10 +167,14 @@ class CachePlan:
         self.question, self.announced = question, mask.shape[1]
 
     def _set_prompt(self, lengths: list[int], columns: int) -> None:
-        schedule = self.compression.schedule
-        known = {length: schedule(self.layer_count, length) for length in set(lengths)}
         self.lengths, self.columns = lengths, columns
-        self.schedules = [known[length] for length in lengths]
+        if self.measures:
+            self.cascades = [self.compression.cascade(self.layer_count, n) for n in lengths]
+            self.schedules = [[] for _ in lengths]
+        else:
+            schedule = self.compression.schedule
+            known = {length: schedule(self.layer_count, length) for length in set(lengths)}
+            self.schedules = [known[length] for length in lengths]
         self.kept = [[0] * self.layer_count for _ in lengths]
         self.seen, self.since, self.pending = ([0] * len(lengths) for _ in range(3))
 
@@ -304,6 +322,8 @@ class CachePlan:
         assert now is not None
         if now.in_prompt:
             dropped = self.question if now.completes else 0
+            if self.measures:  # nothing is measured yet
+                return [[count - dropped] * self.layer_count for count in seen]
             return [
                 [min(final, count - dropped) for final in schedule]
                 for schedule, count in zip(self.schedules, seen, strict=True)
@@ -328,6 +348,20 @@ class CachePlan:
         """Return the rows a layer keeps after this pass, for each row of the batch."""
         assert self.current is not None
         return [row[layer] for row in self.current.targets]
+
+    def measure(self, layer: int, effective_tokens: list[float]) -> None:
+        """Take what the attention of a layer spreads over in each row; the targets follow from it.
+
+        Args:
+            layer: which one; each measures in turn.
+            effective_tokens: of each row.
+        """
+        assert self.current is not None
+        for row, effective in enumerate(effective_tokens):
+            self.cascades[row].add(effective)
+            self.current.targets[row][: layer + 1] = self.cascades[row].held
+        if layer == self.layer_count - 1:
+            self.schedules = [list(targets) for targets in self.current.targets]
 
     def positions_before(self, row: int) -> int:
         """Return where the first token stands that came since the last eviction."""
@@ -372,7 +406,7 @@ class CachePlan:
         """Return an independent copy; progress is not reported for it."""
         result = CachePlan(self.compression, self.layer_count, only_full=self.only_full)
         for name, value in vars(self).items():
-            if name not in ("on_layer", "freed"):
+            if name not in ("on_layer", "observe", "freed"):
                 setattr(result, name, copy.deepcopy(value) if type(value) is list else value)
         return result
 
