@@ -92,7 +92,7 @@ MISTAKES = {
     "no budget": (["--context", "D", "-q", "w5"], "either a budget"),
     "options with --load": (
         ["--load", "S", "-q", "w5", "--budget", "9", "--beta", "3", "--prefill-chunk", "4"],
-        "compressed already; leave out --budget, --beta, --prefill-chunk",
+        "compressed already; leave out --budget, --prefill-chunk, --beta",
     ),
     "the default's name with --load": (
         ["--load", "S", "-q", "w5", "--method", "pyramidkv"],

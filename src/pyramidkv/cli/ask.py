@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from . import contexts, display, inputs, options
 
 
+@options.taking(options.AMOUNTS, options.METHOD_OPTIONS, options.GENERATION, options.MODEL)
 def ask(
     model: options.Model,
     context: options.ContextFile = None,
@@ -25,37 +26,11 @@ def ask(
         bool,
         typer.Option("--query-aware", help="Let the first question vote on what is kept."),
     ] = False,
-    method: options.MethodName = None,
-    budget: options.Budget = None,
-    compression_ratio: options.CompressionRatio = None,
-    decode_budget: options.DecodeBudget = None,
-    decode_interval: options.DecodeInterval = None,
-    prefill_chunk: options.PrefillChunk = None,
-    window_size: options.WindowSize = None,
-    sink_tokens: options.SinkTokens = None,
-    pooling: options.PoolingKind = None,
-    kernel_size: options.KernelSize = None,
-    group_reduce: options.GroupReduce = None,
-    window_reduce: options.WindowReduce = None,
-    value_norm: options.ValueNorm = None,
-    allocation: options.AllocationKind = None,
-    beta: options.Beta = None,
-    gamma: options.Gamma = None,
-    c_max: options.CMax = None,
-    c_min: options.CMin = None,
-    layer_budgets: options.LayerBudgets = None,
-    max_new_tokens: options.MaxNewTokens = 128,
-    temperature: options.Temperature = 0.0,
-    seed: options.Seed = 0,
-    dtype: options.Dtype = "auto",
-    device: options.Device = None,
-    device_map: options.DeviceMap = None,
-    attn_implementation: options.AttnImplementation = None,
-    chat: options.UseChat = None,
     output: options.Output = None,
+    **given: Any,
 ) -> None:
     """Ask questions of one document: it is processed once, each question starts from there."""
-    given = dict(locals())
+    given |= {"model": model, "context": context, "load": load}
     text = contexts.check(given)
     questions = question or []
     if not questions and save is None:
@@ -84,13 +59,13 @@ def ask(
     contexts.save(opened, save)
     answers = []
     for asked in questions:
-        set_seed(seed)
+        set_seed(given["seed"])
         if len(questions) > 1:
             typer.echo(f"> {asked.strip()}")
         answer = opened.ask(
             asked,
-            max_new_tokens=max_new_tokens,
-            temperature=temperature,
+            max_new_tokens=given["max_new_tokens"],
+            temperature=given["temperature"],
             on_text=lambda piece: typer.echo(piece, nl=False),
         )
         typer.echo()
@@ -100,7 +75,7 @@ def ask(
     record = {
         "context": {**opened.record, "model_given": model, "seconds": seconds},
         "loaded": load is not None,
-        "seed": seed,
+        "seed": given["seed"],
         "answers": answers,
     }
     inputs.write_output(output, record)

@@ -21,41 +21,21 @@ if TYPE_CHECKING:
 HELP = "/reset forgets the turns, /save FILE keeps document and turns, /exit leaves"
 
 
+@options.taking(
+    options.AMOUNTS,
+    options.METHOD_OPTIONS,
+    options.GENERATION,
+    options.MODEL,
+    max_new_tokens=512,
+)
 def chat(
     model: options.Model,
     context: options.ContextFile = None,
     load: options.Load = None,
-    method: options.MethodName = None,
-    budget: options.Budget = None,
-    compression_ratio: options.CompressionRatio = None,
-    decode_budget: options.DecodeBudget = None,
-    decode_interval: options.DecodeInterval = None,
-    prefill_chunk: options.PrefillChunk = None,
-    window_size: options.WindowSize = None,
-    sink_tokens: options.SinkTokens = None,
-    pooling: options.PoolingKind = None,
-    kernel_size: options.KernelSize = None,
-    group_reduce: options.GroupReduce = None,
-    window_reduce: options.WindowReduce = None,
-    value_norm: options.ValueNorm = None,
-    allocation: options.AllocationKind = None,
-    beta: options.Beta = None,
-    gamma: options.Gamma = None,
-    c_max: options.CMax = None,
-    c_min: options.CMin = None,
-    layer_budgets: options.LayerBudgets = None,
-    max_new_tokens: options.MaxNewTokens = 512,
-    temperature: options.Temperature = 0.0,
-    seed: options.Seed = 0,
-    dtype: options.Dtype = "auto",
-    device: options.Device = None,
-    device_map: options.DeviceMap = None,
-    attn_implementation: options.AttnImplementation = None,
-    use_chat: options.UseChat = None,
+    **given: Any,
 ) -> None:
     """Talk about one document. Ctrl-C stops an answer, /exit or Ctrl-D leaves."""
-    given = dict(locals())
-    given["chat"] = given.pop("use_chat")
+    given |= {"model": model, "context": context, "load": load}
     if str(context) == "-":
         raise inputs.InputError(
             "the document cannot come from standard input, where the questions come from; give a "
@@ -73,14 +53,14 @@ def chat(
     conversation = opened.chat()
     if conversation.turns:
         messages.print(f"going on after {len(conversation.turns)} turns")
-    set_seed(seed)
+    set_seed(given["seed"])
     for line in _lines():
         try:
             if line.startswith("/"):
                 if _leaves(line, conversation, context):
                     return
                 continue
-            _answer(conversation, line, max_new_tokens, temperature)
+            _answer(conversation, line, given["max_new_tokens"], given["temperature"])
             messages.print(_status(conversation), style="dim")
         except PyramidKVError as error:
             typer.echo(f"pyramidkv: {error}", err=True)

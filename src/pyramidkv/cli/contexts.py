@@ -73,7 +73,7 @@ def open_context(
         for question in questions or ["?"]:
             tokens = len(form.encode(question.strip(), text))
             prompts.check_length(tokens, limit, given["max_new_tokens"])
-    model = options.load_model(given)
+    model = options.load_model(given["model"], given)
     started = time.perf_counter()
     if text is None:
         context = CompressedContext.load(given["load"], model, tokenizer)

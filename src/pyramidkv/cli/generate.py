@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from ..generation import Generation
 
 
+@options.taking(options.AMOUNTS, options.METHOD_OPTIONS, options.GENERATION, options.MODEL)
 def generate(
     model: options.Model,
     source: Annotated[
@@ -25,33 +26,6 @@ def generate(
     prompt_file: Annotated[
         Path | None, typer.Option(help="A UTF-8 file with the prompt; - is standard input.")
     ] = None,
-    method: options.MethodName = None,
-    budget: options.Budget = None,
-    compression_ratio: options.CompressionRatio = None,
-    decode_budget: options.DecodeBudget = None,
-    decode_interval: options.DecodeInterval = None,
-    prefill_chunk: options.PrefillChunk = None,
-    window_size: options.WindowSize = None,
-    sink_tokens: options.SinkTokens = None,
-    pooling: options.PoolingKind = None,
-    kernel_size: options.KernelSize = None,
-    group_reduce: options.GroupReduce = None,
-    window_reduce: options.WindowReduce = None,
-    value_norm: options.ValueNorm = None,
-    allocation: options.AllocationKind = None,
-    beta: options.Beta = None,
-    gamma: options.Gamma = None,
-    c_max: options.CMax = None,
-    c_min: options.CMin = None,
-    layer_budgets: options.LayerBudgets = None,
-    max_new_tokens: options.MaxNewTokens = 128,
-    temperature: options.Temperature = 0.0,
-    seed: options.Seed = 0,
-    dtype: options.Dtype = "auto",
-    device: options.Device = None,
-    device_map: options.DeviceMap = None,
-    attn_implementation: options.AttnImplementation = None,
-    chat: options.UseChat = None,
     compare: Annotated[
         bool, typer.Option("--compare", help="Run the full cache too and show both.")
     ] = False,
@@ -59,9 +33,11 @@ def generate(
         bool, typer.Option("--dry-run", help="Show the schedule; load no weights.")
     ] = False,
     output: options.Output = None,
+    **given: Any,
 ) -> None:
     """Generate from a prompt with a compressed KV cache."""
-    given = dict(locals())
+    chat, prefill_chunk, seed = given["chat"], given["prefill_chunk"], given["seed"]
+    max_new_tokens, temperature = given["max_new_tokens"], given["temperature"]
     compression = options.compression_from(given)
     inputs.check_seed(seed)
     text = inputs.read_prompt(prompt, prompt_file, source)
@@ -74,6 +50,7 @@ def generate(
     options.quiet_transformers()
     # From here on torch and transformers are needed.
     from .. import loading, prompts
+    from ..model_shape import shape_fingerprint
     from ..support import full_attention_layers
 
     config = loading.load_config(model)
@@ -83,11 +60,13 @@ def generate(
     prompts.check_settings(max_new_tokens, temperature)
     prompts.check_chunk(prefill_chunk)
     ids = prompts.encode_prompt(tokenizer, text, chat, limit, max_new_tokens)
-    schedule = compression.schedule(len(layers), ids.shape[1])
+    compression.check(len(layers), lambda: shape_fingerprint(config.to_dict()))
+    if dry_run or not compression.measured:
+        schedule = compression.schedule(len(layers), ids.shape[1])
     if dry_run:
         show_schedule(compression, schedule, ids.shape[1], prefill_chunk)
         return
-    loaded = options.load_model(given)
+    loaded = options.load_model(model, given)
     settings = {"max_new_tokens": max_new_tokens, "temperature": temperature, "chat": chat}
     settings["prefill_chunk"] = prefill_chunk
     runs = [run(loaded, tokenizer, text, compression, seed, **settings)]

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import copy
+import functools
+import inspect
 import os
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
 from ..compression import Compression, make_compression
+from ..schedule_profile import ScheduleProfile
 from .inputs import InputError, layer_budgets
 
 if TYPE_CHECKING:
@@ -52,7 +58,17 @@ ValueNorm = Annotated[
     typer.Option("--value-norm/--no-value-norm", help="Weight scores by value norms."),
 ]
 AllocationKind = Annotated[
-    str | None, typer.Option("--allocation", help="uniform, pyramid, power or list.")
+    str | None, typer.Option("--allocation", help="uniform, pyramid, power, entropy or list.")
+]
+Schedule = Annotated[
+    Path | None,
+    typer.Option("--schedule", help="Shares measured by `pyramidkv profile --save-schedule`."),
+]
+ShareTemperature = Annotated[
+    float | None, typer.Option(help="Evenness of entropy shares: 1 is proportional.")
+]
+ShareFloor = Annotated[
+    float | None, typer.Option(help="Least entropy share, as a fraction of an equal one (0.1).")
 ]
 Beta = Annotated[float | None, typer.Option(help="Steepness of the pyramid, from 1 (uniform).")]
 Gamma = Annotated[float | None, typer.Option(help="Exponent of the power law.")]
@@ -80,38 +96,126 @@ Load = Annotated[
     Path | None, typer.Option("--load", help="A context saved before, instead of a document.")
 ]
 
-COMPRESSION = (
-    "method",
-    "budget",
-    "compression_ratio",
-    "decode_budget",
-    "decode_interval",
+
+@dataclass(frozen=True)
+class Group:
+    """Options that belong together: by name, what typer is told and the default."""
+
+    title: str
+    options: dict[str, tuple[Any, Any]]
+
+    def parameters(self) -> list[inspect.Parameter]:
+        """Return them as parameters of a command, shown under the group's title."""
+        result = []
+        for name, (annotation, default) in self.options.items():
+            shown = copy.copy(annotation.__metadata__[0])
+            shown.rich_help_panel = self.title
+            kind = inspect.Parameter.KEYWORD_ONLY
+            told = Annotated[annotation.__origin__, shown]  # type: ignore[name-defined]
+            result.append(inspect.Parameter(name, kind, default=default, annotation=told))
+        return result
+
+
+AMOUNTS = Group(
+    "How much is kept",
+    {
+        "method": (MethodName, None),
+        "budget": (Budget, None),
+        "compression_ratio": (CompressionRatio, None),
+        "decode_budget": (DecodeBudget, None),
+        "decode_interval": (DecodeInterval, None),
+        "prefill_chunk": (PrefillChunk, None),
+    },
 )
-METHOD_OPTIONS = (
-    "window_size",
-    "sink_tokens",
-    "pooling",
-    "kernel_size",
-    "group_reduce",
-    "window_reduce",
-    "value_norm",
-    "allocation",
-    "beta",
-    "gamma",
-    "c_max",
-    "c_min",
-    "layer_budgets",
+METHOD_OPTIONS = Group(
+    "What is kept",
+    {
+        "window_size": (WindowSize, None),
+        "sink_tokens": (SinkTokens, None),
+        "pooling": (PoolingKind, None),
+        "kernel_size": (KernelSize, None),
+        "group_reduce": (GroupReduce, None),
+        "window_reduce": (WindowReduce, None),
+        "value_norm": (ValueNorm, None),
+        "allocation": (AllocationKind, None),
+        "beta": (Beta, None),
+        "gamma": (Gamma, None),
+        "c_max": (CMax, None),
+        "c_min": (CMin, None),
+        "schedule": (Schedule, None),
+        "share_temperature": (ShareTemperature, None),
+        "share_floor": (ShareFloor, None),
+        "layer_budgets": (LayerBudgets, None),
+    },
 )
+GENERATION = Group(
+    "Generation",
+    {
+        "max_new_tokens": (MaxNewTokens, 128),
+        "temperature": (Temperature, 0.0),
+        "seed": (Seed, 0),
+        "chat": (UseChat, None),
+    },
+)
+MODEL = Group(
+    "Model",
+    {
+        "dtype": (Dtype, "auto"),
+        "device": (Device, None),
+        "device_map": (DeviceMap, None),
+        "attn_implementation": (AttnImplementation, None),
+    },
+)
+
+
+def taking(*groups: Group, **defaults: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command the options of some groups, in place of its `**given`.
+
+    Args:
+        groups: whose options the command takes, too.
+        defaults: other default values than the groups'.
+    """
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        hints = get_type_hints(command, include_extras=True)
+        own = [
+            parameter.replace(annotation=hints[parameter.name], kind=inspect.Parameter.KEYWORD_ONLY)
+            for parameter in inspect.signature(command).parameters.values()
+            if parameter.kind is not inspect.Parameter.VAR_KEYWORD
+        ]
+        shared = [parameter for group in groups for parameter in group.parameters()]
+        shared = [p.replace(default=defaults.get(p.name, p.default)) for p in shared]
+        every = [*own, *shared]
+
+        @functools.wraps(command)
+        def wrapper(**given: Any) -> None:
+            command(**given)
+
+        wrapper.__signature__ = inspect.Signature(every)  # type: ignore[attr-defined]
+        wrapper.__annotations__ = {parameter.name: parameter.annotation for parameter in every}
+        del wrapper.__wrapped__  # its hints are not the wrapper's
+        return wrapper
+
+    return decorate
+
+
+def method_options(given: dict[str, Any]) -> dict[str, Any]:
+    """Return the method's options among a command's arguments, those that were given."""
+    chosen = {name: given[name] for name in METHOD_OPTIONS.options if given[name] is not None}
+    if "layer_budgets" in chosen:
+        chosen["layer_budgets"] = layer_budgets(chosen["layer_budgets"])
+    if "schedule" in chosen:
+        chosen["profile"] = ScheduleProfile.read(chosen.pop("schedule"))
+    return chosen
 
 
 def compression_from(given: dict[str, Any]) -> Compression:
     """Return the compression that a command's arguments describe."""
-    chosen = {name: given[name] for name in METHOD_OPTIONS if given[name] is not None}
-    if "layer_budgets" in chosen:
-        chosen["layer_budgets"] = layer_budgets(chosen["layer_budgets"])
-    amounts = {name: given[name] for name in COMPRESSION}
-    compression = make_compression(amounts.pop("method") or "pyramidkv", **amounts, **chosen)
-    if given["prefill_chunk"] is not None:
+    amounts = {name: given[name] for name in AMOUNTS.options}
+    chunk = amounts.pop("prefill_chunk")
+    method = amounts.pop("method") or "pyramidkv"
+    compression = make_compression(method, **amounts, **method_options(given))
+    if chunk is not None:
         compression.method.require("prefill chunks")
     return compression
 
@@ -122,22 +226,22 @@ def refuse_compression(given: dict[str, Any], why: str) -> None:
     Raises:
         InputError: it names the options.
     """
-    names = (*COMPRESSION, *METHOD_OPTIONS, "prefill_chunk", "chat")
+    names = (*AMOUNTS.options, *METHOD_OPTIONS.options, "chat")
     set_ones = [f"--{n.replace('_', '-')}" for n in names if given[n] is not None]
     if set_ones:
         raise InputError(f"{why}; leave out {', '.join(set_ones)}")
 
 
-def load_model(given: dict[str, Any]) -> PreTrainedModel:
-    """Load the model that a command's arguments name, with a note on stderr meanwhile."""
+def load_model(name: str, given: dict[str, Any]) -> PreTrainedModel:
+    """Load a model as a command's arguments say, with a note on stderr meanwhile."""
     from rich.markup import escape
 
     from .. import loading
     from . import display
 
-    with display.console(stderr=True).status(escape(f"loading {given['model']}")):
+    with display.console(stderr=True).status(escape(f"loading {name}")):
         return loading.load_model(
-            given["model"],
+            name,
             dtype=given["dtype"],
             device=given["device"],
             device_map=given["device_map"],
