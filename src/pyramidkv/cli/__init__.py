@@ -12,6 +12,7 @@ from .chat import chat
 from .demo import demo
 from .generate import generate
 from .methods import methods
+from .simulate import simulate
 
 app = typer.Typer(
     name="pyramidkv",
@@ -24,6 +25,7 @@ app.command()(generate)
 app.command()(ask)
 app.command()(chat)
 app.command()(methods)
+app.command()(simulate)
 app.command()(demo)
 
 

@@ -49,9 +49,15 @@ def results_table(records: Sequence[dict[str, Any]]) -> Table:
 
 def schedule_lines(schedule: Sequence[int]) -> Iterator[str]:
     """Yield a schedule as a bar chart, one line per layer."""
-    widest = max(schedule)
-    for layer, kept in enumerate(schedule):
-        yield f"  layer {layer:>3}  {kept:>8,}  {'#' * max(1, round(40 * kept / widest))}"
+    for layer, line in enumerate(bars(schedule, "{:,}")):
+        yield f"  layer {layer:>3}  {line}"
+
+
+def bars(values: Sequence[float], form: str) -> Iterator[str]:
+    """Yield each value, formatted, with a bar as long as the value is large, from 0."""
+    widest = max(values) or 1
+    for value in values:
+        yield f"{form.format(value):>8}  {'#' * max(1, round(40 * value / widest))}"
 
 
 @contextmanager

@@ -5,10 +5,13 @@ from __future__ import annotations
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..errors import PyramidKVError
 from ..records import write_json
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 class InputError(PyramidKVError):
@@ -109,6 +112,37 @@ def write_output(path: Path | None, value: Any) -> None:
         return
     try:
         write_json(path, value)
+    except OSError as error:
+        raise InputError(f"cannot write {str(path)!r}: {error.strerror}") from None
+
+
+def check_picture(path: Path | None, output: Path | None = None) -> None:
+    """Refuse a picture that could not be drawn or written, before any work.
+
+    Raises:
+        InputError: as `check_output`, or it is the file that the record goes to.
+        PlotError: it is none of the formats, or matplotlib is missing.
+    """
+    if path is None:
+        return
+    from ..plots import style
+
+    style.check_picture(path)
+    check_output(path)
+    if output is not None and path.resolve() == output.resolve():
+        raise InputError(f"the record and the picture would both be {str(path)!r}; name two files")
+
+
+def write_picture(path: Path, figure: Figure) -> None:
+    """Write a figure in the format that the file's name says.
+
+    Raises:
+        InputError: the file cannot be written.
+    """
+    from ..plots import style
+
+    try:
+        style.save(figure, path)
     except OSError as error:
         raise InputError(f"cannot write {str(path)!r}: {error.strerror}") from None
 

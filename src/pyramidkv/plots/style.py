@@ -1,0 +1,115 @@
+"""What all pictures share: figures without global state, lines, and files in three formats.
+
+matplotlib is optional (the extra `plot`) and imported when a picture is asked for. Figures are made
+directly, never through pyplot, so that no settings of a surrounding program are read for the
+backend or changed.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..errors import PyramidKVError, first_line
+from ..records import replacing
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+FORMATS = ("png", "svg", "pdf")
+PIXELS_PER_INCH = 150
+TEXT_SIZE = 11  # points; legible when a picture 10 inches wide is shown 1,000 pixels wide
+
+LINES: tuple[dict[str, Any], ...] = (
+    {"color": "#000000", "linestyle": "-", "marker": "o"},
+    {"color": "#0072b2", "linestyle": "--", "marker": "s"},
+    {"color": "#d55e00", "linestyle": "-.", "marker": "^"},
+    {"color": "#009e73", "linestyle": (0, (1, 1.2)), "marker": "D"},
+    {"color": "#9a9a9a", "linestyle": (0, (7, 2)), "marker": "v"},
+    {"color": "#cc79a7", "linestyle": (0, (4, 1, 1, 1, 1, 1)), "marker": "P"},
+)
+"""Lines told apart by dashes and marker as well as by colour (Okabe and Ito's, safe for readers
+who see fewer colours)."""
+
+
+class PlotError(PyramidKVError):
+    """A picture that cannot be drawn or written; the message says what to do."""
+
+
+def check_picture(path: Path) -> None:
+    """Refuse a picture that could not be made, before any work.
+
+    Raises:
+        PlotError: the file's suffix is none of the formats, or matplotlib is missing.
+    """
+    _format(path)
+    _import_figure()
+
+
+def new_figure(width: float, height: float) -> Figure:
+    """Return an empty figure, in inches, that lays itself out so that nothing overlaps.
+
+    Raises:
+        PlotError: matplotlib is missing.
+    """
+    figure = _import_figure()(figsize=(width, height))
+    figure.set_layout_engine("constrained", wspace=0.06)  # room between one's axis and the next's
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def label(axes: Axes, x: str, y: str) -> None:
+    """Name the axes, with their units, and draw light lines at the ticks of y."""
+    axes.set_xlabel(x, fontsize=TEXT_SIZE)
+    axes.set_ylabel(y, fontsize=TEXT_SIZE)
+    axes.tick_params(labelsize=TEXT_SIZE - 1)
+    axes.yaxis.set_major_formatter("{x:,g}")
+    axes.grid(axis="y", color="#dddddd", linewidth=0.8)
+    axes.set_axisbelow(True)
+
+
+def line(index: int, points: int) -> dict[str, Any]:
+    """Return how to draw the line of this index: some eight markers, not below the next line's."""
+    every = max(1, points // 8)
+    return {
+        **LINES[index % len(LINES)],
+        "markevery": (index * every // len(LINES), every),
+        "markersize": 6,
+        "linewidth": 1.8,
+    }
+
+
+def save(figure: Figure, path: Path) -> None:
+    """Write a figure as PNG, SVG or PDF, as the suffix says, whole or not at all.
+
+    Raises:
+        PlotError: the suffix is none of these.
+        OSError: the folder does not exist or cannot be written.
+    """
+    form = _format(path)
+    with replacing(path) as temporary:  # whose name has no suffix to tell the format by
+        figure.savefig(temporary, format=form, dpi=PIXELS_PER_INCH)
+
+
+def _format(path: Path) -> str:
+    form = path.suffix[1:].lower()
+    if form not in FORMATS:
+        allowed = ", ".join(f".{name}" for name in FORMATS)
+        raise PlotError(f"cannot draw {str(path)!r}: a picture's name must end in one of {allowed}")
+    return form
+
+
+def _import_figure() -> type[Figure]:
+    try:
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError:
+        raise PlotError("pictures need matplotlib; pip install 'pyramidkv[plot]'") from None
+    except ImportError as error:
+        raise PlotError(
+            f"matplotlib is installed but cannot be loaded ({first_line(error)}); reinstall it: "
+            "pip install --force-reinstall 'pyramidkv[plot]'"
+        ) from None
+    return Figure
