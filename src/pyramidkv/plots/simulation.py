@@ -21,8 +21,8 @@ def draw(record: dict[str, Any]) -> Figure:
     assumed, kept = figure.subplots(1, 2)
     model = record["model"]
     figure.suptitle(
-        f"Simulated attention, not measured: {model['layers']:,} layers, {model['length']:,} tokens, "
-        f"{record['budget']:,} kept per layer on average",
+        f"Simulated attention, not measured: {model['layers']:,} layers, {model['length']:,} "
+        f"tokens, {record['budget']:,} kept per layer on average",
         fontsize=style.TEXT_SIZE + 1,
     )
     _draw_attention(assumed, record)
