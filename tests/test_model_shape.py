@@ -145,9 +145,15 @@ def test_every_supported_architecture_is_known():
     assert set(CLASS_DEFAULTS) == set(KNOWN_MODEL_TYPES) - set(WRAPPERS)
 
 
+def held_bytes(layer: LayerShape, tokens: int, value_bytes: int) -> int:
+    """Return what one layer holds, uncompressed."""
+    kept = layer.kept_tokens(tokens) * layer.values_per_token
+    return kept * value_bytes + layer.state_bytes(value_bytes)
+
+
 def held(name: str, tokens: int) -> int:
     """Return the bytes of a preset's full 16-bit cache."""
-    return sum(layer.held_bytes(tokens, 2) for layer in find_model(name).shape.layers)
+    return sum(held_bytes(layer, tokens, 2) for layer in find_model(name).shape.layers)
 
 
 def test_cache_sizes_computed_by_hand():
@@ -168,7 +174,7 @@ def test_sliding_layers_hold_what_transformers_holds():
     with torch.no_grad():
         model(ids, past_key_values=cache)
     shape = shape_of(model.config.to_dict(), "tiny")
-    expected = [layer.held_bytes(50, 4) for layer in shape.layers]
+    expected = [held_bytes(layer, 50, 4) for layer in shape.layers]
     assert sum(expected) == cache.kv_bytes
     assert shape.layers[0] == LayerShape("sliding", 2 * 2 * 8, window=15)
     assert expected[0] == 15 * 32 * 4
@@ -191,18 +197,18 @@ def test_state_layers_hold_what_transformers_holds(architecture, dtype):
         if layer.kind == "state":
             states = *stored.conv_states.values(), *stored.recurrent_states.values()
             nbytes = sum(state.nbytes for state in states if state is not None)
-            assert layer.held_bytes(21, dtype.itemsize) == nbytes > 0
-    held = sum(layer.held_bytes(21, dtype.itemsize) for layer in layers if layer.kind == "full")
+            assert held_bytes(layer, 21, dtype.itemsize) == nbytes > 0
+    held = sum(held_bytes(layer, 21, dtype.itemsize) for layer in layers if layer.kind == "full")
     assert held == cache.kv_bytes
 
 
 @given(tokens=st.integers(1, 10**6), width=st.sampled_from([1, 2, 4]))
-def test_held_bytes_grow_to_the_window_and_states_do_not_grow(tokens, width):
-    assert LayerShape("full", 6).held_bytes(tokens, width) == 6 * tokens * width
+def test_what_is_held_grows_to_the_window_and_states_do_not_grow(tokens, width):
+    assert held_bytes(LayerShape("full", 6), tokens, width) == 6 * tokens * width
     sliding = LayerShape("sliding", 6, window=100)
-    assert sliding.held_bytes(tokens, width) == 6 * min(tokens, 100) * width
+    assert held_bytes(sliding, tokens, width) == 6 * min(tokens, 100) * width
     state = LayerShape("state", 0, state_values=5, float32_values=7)
-    assert state.held_bytes(tokens, width) == 5 * width + 28
+    assert held_bytes(state, tokens, width) == 5 * width + 28
 
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)

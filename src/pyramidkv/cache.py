@@ -175,6 +175,8 @@ class CompressedCache(Cache):
             layer.activate_past_recording()  # the question is to be taken back
         taken = super().update(key_states, value_states, layer_idx, *args, **kwargs)
         self._next = (self._next + 1) % len(self._in_turn)
+        if type(layer) is DynamicSlidingWindowLayer and not layer.record_past:
+            _let_go_of_the_rest(layer)
         return taken
 
     def update_conv_state(
@@ -277,8 +279,7 @@ class CompressedCache(Cache):
             if layer.record_past:
                 layer.crop(-self._plan.question)
                 layer.record_past = False
-            held: tuple[Any, Any] = layer.keys, layer.values
-            layer.keys, layer.values = (states.clone() for states in held)  # were views of all
+            _let_go_of_the_rest(layer)
         self._plan.end_prompt()
 
     def tensors(self) -> dict[str, Tensor]:
@@ -416,6 +417,15 @@ class CompressedCache(Cache):
     @property
     def _batch(self) -> int:
         return len(self._plan.lengths)
+
+
+def _let_go_of_the_rest(layer: Any) -> None:
+    """Free what a sliding-window layer has dropped: it keeps a view of all it was given."""
+    with torch.inference_mode(False), torch.no_grad():
+        for name in ("keys", "values"):
+            held = getattr(layer, name)
+            if held.untyped_storage().nbytes() > 2 * held.nbytes:
+                setattr(layer, name, held.clone())
 
 
 def _stored_bytes(layer: Any) -> int:

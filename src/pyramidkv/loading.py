@@ -19,14 +19,12 @@ from transformers import (
 
 from .errors import PyramidKVError, first_line
 from .gguf_tokenizer import tokenizer_from_gguf
+from .support import TEXT_MODELS_WITHIN
 
 DEMO_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 """The demonstration's model, by its hub id."""
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-
-_TEXT_MODELS_WITHIN = ("qwen3_5", "qwen3_5_moe")
-"""Models of text and images of which `AutoModelForCausalLM` loads the text model by itself."""
 
 _T = TypeVar("_T")
 
@@ -57,7 +55,7 @@ def load_config(name: str) -> PreTrainedConfig:
     if Path(name).is_dir() and not (Path(name) / "config.json").is_file():
         raise LoadError(f"the folder {name!r} has no config.json, so it is not a model folder")
     config: PreTrainedConfig = _load(name, "configuration", AutoConfig.from_pretrained)
-    if config.model_type in _TEXT_MODELS_WITHIN:
+    if config.model_type in TEXT_MODELS_WITHIN:
         return config.get_text_config()
     return config
 

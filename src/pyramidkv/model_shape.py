@@ -41,16 +41,17 @@ class LayerShape:
     state_values: int = 0
     float32_values: int = 0
 
-    def held_bytes(self, tokens: int, value_bytes: int) -> int:
-        """Return the bytes held, uncompressed, after `tokens` tokens of one sequence.
+    def kept_tokens(self, tokens: int) -> int:
+        """Return the tokens held, uncompressed, after `tokens` tokens of one sequence."""
+        return tokens if self.window is None else min(tokens, self.window)
+
+    def state_bytes(self, value_bytes: int) -> int:
+        """Return the bytes of what is held of a sequence whatever its length.
 
         Args:
-            tokens: tokens seen, at least 1.
             value_bytes: bytes per number in the cache's type, 2 for bfloat16.
         """
-        kept = tokens if self.window is None else min(tokens, self.window)
-        in_type = kept * self.values_per_token + self.state_values
-        return in_type * value_bytes + 4 * self.float32_values
+        return self.state_values * value_bytes + 4 * self.float32_values
 
 
 @dataclass(frozen=True)

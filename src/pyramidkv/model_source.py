@@ -132,7 +132,8 @@ def _from_file(name: str) -> ModelSource:
         # and takes seconds.
         from .loading import load_config
 
-        return ModelSource(name, load_config(name).to_dict(), None, "file")
+        # Its blocks are unpacked into float32 unless another type is asked for: see loading.py.
+        return ModelSource(name, {**load_config(name).to_dict(), "dtype": "float32"}, None, "file")
     return ModelSource(name, _read_mapping(Path(name)), None, "file")
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -46,6 +46,25 @@ def write_json(path: Path, value: Any) -> None:
     """
     with replacing(path) as temporary:
         temporary.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", "utf-8")
+
+
+def method_title(parameters: Mapping[str, Any] | None) -> str:
+    """Name a method and how much it keeps, from `Compression.parameters`; None: the full cache."""
+    if parameters is None:
+        return "full"
+    if parameters["budget"] is not None:
+        return f"{parameters['method']} {parameters['budget']}"
+    if parameters["compression_ratio"] is not None:
+        return f"{parameters['method']} {parameters['compression_ratio']:.0%} off"
+    return str(parameters["method"])
+
+
+def format_both(count: int) -> str:
+    """Format bytes in decimal and, from 1 MiB on, in binary units: GiB is 2^30 bytes."""
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20)):
+        if count >= size:
+            return f"{format_bytes(count)} ({count / size:,.1f} {unit})"
+    return format_bytes(count)
 
 
 def format_bytes(count: int) -> str:

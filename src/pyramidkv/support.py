@@ -39,6 +39,10 @@ _STATE_LAYERS = {
 """What hybrid models call their layers that hold a state of fixed size, not keys and values."""
 
 
+TEXT_MODELS_WITHIN = ("qwen3_5", "qwen3_5_moe")
+"""Models of text and images of which `AutoModelForCausalLM` loads the text model by itself."""
+
+
 class UnsupportedModelError(PyramidKVError, ValueError):
     """The model cannot be compressed; the message names it and those that can."""
 

@@ -12,6 +12,8 @@ from .chat import chat
 from .demo import demo
 from .generate import generate
 from .methods import methods
+from .plan import plan
+from .profile import profile
 from .simulate import simulate
 
 app = typer.Typer(
@@ -25,6 +27,8 @@ app.command()(generate)
 app.command()(ask)
 app.command()(chat)
 app.command()(methods)
+app.command()(plan)
+app.command()(profile)
 app.command()(simulate)
 app.command()(demo)
 

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from ..records import format_bytes
+from ..records import format_bytes, method_title
 
 
 def console(stderr: bool = False) -> Console:
@@ -23,7 +23,7 @@ def plain_table(*columns: str) -> Table:
     """Return an empty table; the first column names the rows."""
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
     for column in columns:
-        table.add_column(column)
+        table.add_column(column, no_wrap=True)
     return table
 
 
@@ -31,7 +31,7 @@ def results_table(records: Sequence[dict[str, Any]]) -> Table:
     """Return a table with one column per run, from their records."""
     table = plain_table("")
     for record in records:
-        table.add_column(_title(record), justify="right")
+        table.add_column(method_title(record["compression"]), justify="right")
 
     def row(name: str, value: Callable[[dict[str, Any]], str]) -> None:
         table.add_row(name, *(value(record) for record in records))
@@ -80,15 +80,6 @@ def progress(description: str) -> Iterator[Callable[[int, int], None]]:
                 bar.stop()
 
         yield report
-
-
-def _title(record: dict[str, Any]) -> str:
-    chosen = record["compression"]
-    if chosen["budget"] is not None:
-        return f"{chosen['method']} {chosen['budget']}"
-    if chosen["compression_ratio"] is not None:
-        return f"{chosen['method']} {chosen['compression_ratio']:.0%} off"
-    return str(chosen["method"])
 
 
 def _share(part: int, whole: int, form: str) -> str:

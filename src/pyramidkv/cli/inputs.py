@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import tempfile
+from collections.abc import Sequence
+from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -116,6 +119,29 @@ def write_output(path: Path | None, value: Any) -> None:
         raise InputError(f"cannot write {str(path)!r}: {error.strerror}") from None
 
 
+def check_outputs(paths: dict[str, Path | None], sources: Sequence[Path]) -> None:
+    """Refuse files that could not be written, are read, or are the same, before any work.
+
+    Args:
+        paths: by the option each was given with.
+        sources: what is read.
+
+    Raises:
+        InputError: as `check_output`, or two of the files are the same.
+    """
+    taken: dict[Path, str] = {}
+    for option, path in paths.items():
+        if path is None:
+            continue
+        for source in sources:
+            check_output(path, source, option)
+        if path.resolve() in taken:
+            raise InputError(
+                f"{taken[path.resolve()]} and {option} are both {str(path)!r}; name two files"
+            )
+        taken[path.resolve()] = option
+
+
 def check_picture(path: Path | None, output: Path | None = None) -> None:
     """Refuse a picture that could not be drawn or written, before any work.
 
@@ -157,6 +183,48 @@ def check_seed(seed: int) -> None:
         raise InputError(f"--seed is {seed}; it must be at least 0 and below 2^32")
 
 
+_UNITS = {
+    f"{prefix}{unit}".lower(): base**power
+    for unit, base in (("B", 1000), ("iB", 1024))
+    for power, prefix in enumerate(("", "k", "M", "G", "T"))
+    if unit == "B" or prefix
+}
+
+
+def byte_count(text: str | None, option: str) -> int | None:
+    """Read an amount of memory such as `80GB` (10^9 bytes each) or `80GiB` (2^30).
+
+    Raises:
+        InputError: it is no number with a unit.
+    """
+    if text is None:
+        return None
+    found = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z]+)\s*", text)
+    size = _UNITS.get(found.group(2).lower()) if found else None
+    if found is None or size is None:
+        raise InputError(
+            f"{option} is {text!r}; give a number with a unit: MB, GB, TB (powers of 1,000) or "
+            "MiB, GiB, TiB (powers of 1,024), such as 80GB"
+        )
+    return int(Fraction(found.group(1)) * size)
+
+
+def bytes_per_second(text: str | None, option: str) -> int | None:
+    """Read a bandwidth such as `3.35TB/s`.
+
+    Raises:
+        InputError: it is none.
+    """
+    if text is not None and not text.rstrip().endswith("/s"):
+        raise InputError(f"{option} is {text!r}; give a number with a unit, such as 3350GB/s")
+    return byte_count(None if text is None else text.rstrip().removesuffix("/s"), option)
+
+
+def names(text: str) -> list[str]:
+    """Read names separated by commas."""
+    return [name.strip() for name in text.split(",") if name.strip()]
+
+
 def layer_budgets(text: str | None) -> tuple[int, ...] | None:
     """Read a list of layer budgets such as `400,200,100`.
 
@@ -165,10 +233,18 @@ def layer_budgets(text: str | None) -> tuple[int, ...] | None:
     """
     if text is None:
         return None
+    return whole_numbers(text, "--layer-budgets", ", one per full-attention layer")
+
+
+def whole_numbers(text: str, option: str, what: str = "") -> tuple[int, ...]:
+    """Read whole numbers separated by commas.
+
+    Raises:
+        InputError: they are none.
+    """
     try:
         return tuple(int(part) for part in text.split(","))
     except ValueError:
         raise InputError(
-            f"--layer-budgets is {text!r}; give whole numbers separated by commas, one per "
-            "full-attention layer"
+            f"{option} is {text!r}; give whole numbers separated by commas{what}"
         ) from None

@@ -89,6 +89,7 @@ UseChat = Annotated[
     typer.Option("--chat/--no-chat", help="Use the chat template (by default if there is one)."),
 ]
 Output = Annotated[Path | None, typer.Option(help="Write the record as JSON.")]
+Plot = Annotated[Path | None, typer.Option(help="Draw a picture: a .png, .svg or .pdf file.")]
 ContextFile = Annotated[
     Path | None, typer.Option("--context", help="A UTF-8 file with the document; - is stdin.")
 ]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
@@ -45,9 +44,7 @@ def simulate(
     window_size: Annotated[int, typer.Option(help="Last tokens, always kept.")] = 32,
     sink_tokens: Annotated[int, typer.Option(help="First tokens, always kept.")] = 4,
     output: options.Output = None,
-    plot: Annotated[
-        Path | None, typer.Option(help="Draw a picture: a .png, .svg or .pdf file.")
-    ] = None,
+    plot: options.Plot = None,
 ) -> None:
     """Compare allocations on simulated attention, whose shape over depth is assumed.
 

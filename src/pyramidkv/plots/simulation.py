@@ -28,7 +28,7 @@ def draw(record: dict[str, Any]) -> Figure:
     _draw_attention(assumed, record)
     _draw_schedules(kept, record)
     for axes in (assumed, kept):
-        axes.xaxis.get_major_locator().set_params(integer=True)
+        style.whole_ticks(axes)
     return figure
 
 
@@ -48,7 +48,7 @@ def _draw_attention(axes: Axes, record: dict[str, Any]) -> None:
         **style.line(1, len(layers)),
     )
     needles.set_ylim(0, 1.05 * record["model"]["needles"])
-    _legend(axes, "assumed attention", handles=drawn)
+    style.legend(axes, "assumed attention", handles=drawn)
 
 
 def _draw_schedules(axes: Axes, record: dict[str, Any]) -> None:
@@ -63,20 +63,4 @@ def _draw_schedules(axes: Axes, record: dict[str, Any]) -> None:
         text = f"{name}: {100 * result['recall']:.1f}{spread}"
         axes.plot(schedule, label=text, **style.line(index, len(schedule)))
     axes.set_ylim(0, 1.05 * highest)
-    _legend(axes, "allocation: needles kept (%)")
-
-
-def _legend(axes: Axes, title: str, **options: Any) -> None:
-    """Put the legend above the axes, where it hides no data."""
-    axes.legend(
-        loc="lower center",
-        bbox_to_anchor=(0.5, 1.0),
-        ncols=2,
-        title=title,
-        title_fontsize=style.TEXT_SIZE,
-        fontsize=style.TEXT_SIZE - 1.5,
-        frameon=False,
-        handlelength=3.2,
-        columnspacing=1.2,
-        **options,
-    )
+    style.legend(axes, "allocation: needles kept (%)")

@@ -82,6 +82,34 @@ def line(index: int, points: int) -> dict[str, Any]:
     }
 
 
+def legend(axes: Axes, title: str, columns: int = 2, **options: Any) -> None:
+    """Put the legend above the axes, where it hides no data."""
+    axes.legend(
+        loc="lower center",
+        bbox_to_anchor=(0.5, 1.0),
+        ncols=columns,
+        title=title,
+        title_fontsize=TEXT_SIZE,
+        fontsize=TEXT_SIZE - 1.5,
+        frameon=False,
+        handlelength=3.2,
+        columnspacing=1.2,
+        **options,
+    )
+
+
+def whole_ticks(axes: Axes) -> None:
+    """Put ticks at whole numbers of x only."""
+    from matplotlib.ticker import MaxNLocator
+
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+
+
+def short(name: str) -> str:
+    """Return the last part of a model's name, which may be a path."""
+    return name.rstrip("/").rpartition("/")[2] or name
+
+
 def save(figure: Figure, path: Path) -> None:
     """Write a figure as PNG, SVG or PDF, as the suffix says, whole or not at all.
 

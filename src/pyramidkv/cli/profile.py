@@ -1,0 +1,155 @@
+"""`pyramidkv profile`: what a model's attention looks like on texts of one's own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from . import display, inputs, options
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+
+@options.taking(options.MODEL)
+def profile(
+    model: options.Model,
+    more: Annotated[
+        list[Path] | None, typer.Argument(metavar="[FILES]...", help="Further texts.")
+    ] = None,
+    text: Annotated[
+        list[Path] | None,
+        typer.Option("--text", help="A UTF-8 text; may be given several times, or FILES follow."),
+    ] = None,
+    length: Annotated[int, typer.Option(help="Tokens of a sample.")] = 2048,
+    samples: Annotated[
+        int | None, typer.Option(help="How many; one of each text if not given.")
+    ] = None,
+    all_queries: Annotated[
+        bool, typer.Option("--all-queries", help="Measure all queries, not only the window's.")
+    ] = False,
+    window_size: Annotated[int, typer.Option(help="Last tokens, whose queries count.")] = 32,
+    sink_tokens: Annotated[int, typer.Option(help="First tokens, counted as sinks.")] = 4,
+    budgets: Annotated[
+        str | None,
+        typer.Option(help="Budgets of which the kept attention is told, such as 128,512."),
+    ] = None,
+    save_schedule: Annotated[
+        Path | None, typer.Option(help="Write the schedule profile, for --schedule.")
+    ] = None,
+    output: options.Output = None,
+    plot: options.Plot = None,
+    **given: Any,
+) -> None:
+    """Measure how far attention spreads, by layer and head, and what budgets would keep of it."""
+    paths = [*(text or []), *(more or [])]
+    if not paths:
+        raise inputs.InputError("give at least one text: --text FILE, or FILES")
+    texts: dict[str, str] = {}
+    for path in paths:
+        if str(path) in texts:
+            raise inputs.InputError(f"the text {str(path)!r} is given twice; give each once")
+        texts[str(path)] = inputs.read_text(path)
+    told = None if budgets is None else inputs.whole_numbers(budgets, "--budgets")
+    inputs.check_outputs({"--save-schedule": save_schedule, "--output": output}, paths)
+    inputs.check_picture(plot, output)
+    inputs.check_spares_model(model, save_schedule, output, plot)
+
+    options.quiet_transformers()
+    from .. import loading
+    from ..profiling import profile_attention
+    from ..support import full_attention_layers
+
+    full_attention_layers(loading.load_config(model))
+    tokenizer = loading.load_tokenizer(model)
+    loaded = options.load_model(model, given)
+    with display.progress("samples, layers done") as on_layer:
+        measured = profile_attention(
+            loaded,
+            tokenizer,
+            texts,
+            length=length,
+            samples=samples,
+            all_queries=all_queries,
+            window_size=window_size,
+            sink_tokens=sink_tokens,
+            budgets=told,
+            on_layer=on_layer,
+        )
+    inputs.write_output(output, measured.record)
+    if save_schedule is not None:
+        measured.schedule.write(save_schedule)
+    if plot is not None:
+        from ..plots.profile import draw
+
+        inputs.write_picture(plot, draw(measured.record))
+    show(measured.record)
+
+
+def show(record: dict[str, Any]) -> None:
+    """Print a profile's record."""
+    out = display.console()
+    queries = (
+        "all queries"
+        if record["queries"] == "all"
+        else (f"the last {record['window_size']} queries")
+    )
+    out.print(
+        f"Attention of {queries}, {len(record['samples'])} samples of {record['length']:,} tokens. "
+        "Entropy in bits, the mean over heads and samples, and effective tokens (2^entropy); "
+        f"attention in % on the first {record['sink_tokens']} tokens, on the last "
+        f"{record['window_size']}, and on what each budget would keep.\n",
+        soft_wrap=True,
+    )
+    out.print(_layers(record))
+    out.print("\nAttention kept on average, in %, by allocation:")
+    out.print(_allocations(record))
+    out.print(f"\n{describe_trend(record['trend'])}", soft_wrap=True)
+
+
+def _layers(record: dict[str, Any]) -> Table:
+    table = display.plain_table("layer")
+    budgets = list(record["layers"][0]["attention_kept"])
+    for column in ("entropy", "effective", "sinks", "recent", *budgets):
+        table.add_column(column, justify="right", no_wrap=True)
+    for layer in record["layers"]:
+        table.add_row(
+            str(layer["layer"]),
+            f"{layer['entropy_bits']:.2f}",
+            f"{layer['effective_tokens']:,.1f}",
+            *(
+                f"{100 * share:.1f}"
+                for share in (
+                    layer["sink_mass"],
+                    layer["recent_mass"],
+                    *layer["attention_kept"].values(),
+                )
+            ),
+        )
+    return table
+
+
+def _allocations(record: dict[str, Any]) -> Table:
+    table = display.plain_table("budget")
+    kept = record["attention_kept"]
+    for name in kept:
+        table.add_column(name, justify="right")
+    for budget in record["layers"][0]["attention_kept"]:
+        table.add_row(budget, *(f"{100 * shares[budget]:.2f}" for shares in kept.values()))
+    return table
+
+
+def describe_trend(trend: dict[str, Any]) -> str:
+    """Say in words whether attention narrows with depth."""
+    means = ", ".join(f"{trend[part]:,.0f} in the {part}" for part in ("lower", "middle", "upper"))
+    verdict = {
+        "funnel": "Attention narrows with depth (a funnel)",
+        "widens": "Attention widens with depth (no funnel)",
+        "no trend": "Attention neither narrows nor widens with depth (no funnel)",
+    }[trend["verdict"]]
+    return (
+        f"{verdict}: rank correlation of entropy and depth {trend['correlation']:+.2f}, effective "
+        f"tokens {means} third of the layers."
+    )

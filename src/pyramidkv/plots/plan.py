@@ -1,0 +1,63 @@
+"""The picture of a plan: what each layer keeps, and what a request takes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ..records import format_bytes, method_title
+from . import style
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+
+def draw(record: dict[str, Any]) -> Figure:
+    """Return the picture of a `planning.plan_memory` record."""
+    figure = style.new_figure(11, 4.8)
+    kept, sizes = figure.subplots(1, 2, width_ratios=[3, 2])
+    _draw_schedules(kept, record)
+    _draw_bytes(sizes, record)
+    deployment = record["deployment"]
+    figure.suptitle(
+        f"{record['model']['name']}: {deployment['context']:,} tokens, cache in "
+        f"{deployment['kv_dtype']}",
+        fontsize=style.TEXT_SIZE + 1,
+    )
+    return figure
+
+
+def _draw_schedules(axes: Axes, record: dict[str, Any]) -> None:
+    style.label(axes, "full-attention layer (0 is the lowest)", "tokens kept per KV head")
+    plans = record["plans"] or [record["full"]]
+    for index, plan in enumerate(plans):
+        text = f"{method_title(plan['compression'])}: {plan['schedule_total']:,} in all"
+        axes.plot(plan["schedule"], label=text, **style.line(index, len(plan["schedule"])))
+    if plans[0]["schedule"]:
+        axes.set_ylim(0, 1.05 * max(max(plan["schedule"]) for plan in plans))
+    style.whole_ticks(axes)
+    style.legend(axes, "kept of the prompt", columns=min(2, len(plans)))
+
+
+def _draw_bytes(axes: Axes, record: dict[str, Any]) -> None:
+    plans = [record["full"], *record["plans"]]
+    values = [plan["kv_bytes_request"] for plan in plans]
+    unit, size = next(
+        (unit, size)
+        for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3), ("B", 1))
+        if max(values) >= size
+    )
+    bars = axes.barh(
+        [method_title(plan["compression"]) for plan in plans],
+        [value / size for value in values],
+        color="#b0c4de",
+        edgecolor="black",
+        height=0.6,
+    )
+    axes.bar_label(
+        bars, [format_bytes(value) for value in values], padding=3, fontsize=style.TEXT_SIZE - 1
+    )
+    axes.set_xlim(0, 1.25 * max(values) / size)
+    axes.invert_yaxis()
+    axes.set_xlabel(f"KV cache per request ({unit})", fontsize=style.TEXT_SIZE)
+    axes.tick_params(labelsize=style.TEXT_SIZE - 1)
