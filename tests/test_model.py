@@ -16,7 +16,12 @@ from typer.testing import CliRunner
 import pyramidkv
 from pyramidkv import cli, loading
 from pyramidkv.cli.demo import NEEDLE, QUESTION, planted_document
+from pyramidkv.compression import make_compression
+from pyramidkv.deployment import Deployment
 from pyramidkv.methods import get_method
+from pyramidkv.model_source import find_model
+from pyramidkv.planning import plan_memory
+from pyramidkv.profiling import profile_attention
 from pyramidkv.prompts import encode_prompt
 from pyramidkv.scores import WindowAttention
 
@@ -57,6 +62,41 @@ def test_the_capital_of_france(model, tokenizer):
     )
     assert "Paris" in result.text
     assert result.token_ids[-1] == tokenizer.eos_token_id
+
+
+@pytest.mark.parametrize("source", ["the file", "the preset"])
+def test_a_plan_says_what_the_model_really_takes(model, source):
+    name = loading.demo_model() if source == "the file" else "smollm2-135m"
+    compression = get_method("pyramidkv")
+    shape, wanted = find_model(name).shape, make_compression(compression, 128)
+    record = plan_memory(shape, Deployment(700, dtype="float32"), [wanted])
+    ids = torch.arange(700)[None] % 500 + 100
+    for plan, method, budget in (
+        (record["plans"][0], compression, 128),
+        (record["full"], "full", None),
+    ):
+        cache = pyramidkv.CompressedCache(model, method, budget)
+        with torch.no_grad():
+            model(ids, past_key_values=cache)
+        assert plan["kv_bytes_request"] == cache.kv_bytes
+        assert plan["schedule"] == [kept[0] for kept in cache.kept_lengths()]
+    loaded = sum(p.numel() * p.element_size() for p in model.parameters())
+    assert record["weights"]["bytes"] == loaded
+
+
+def test_the_small_model_is_profiled_and_used_as_measured(model, tokenizer, tmp_path):
+    text = planted_document(tokenizer, 1600)
+    profile = profile_attention(model, tokenizer, {"text": text}, length=512, samples=2)
+    layers = profile.record["layers"]
+    assert profile.record["trend"]["verdict"] == "funnel"
+    assert layers[0]["effective_tokens"] == max(layer["effective_tokens"] for layer in layers)
+    for layer in layers:
+        assert 0 <= layer["sink_mass"] + layer["recent_mass"] <= 1
+    context = pyramidkv.compress_context(
+        model, tokenizer, text, "snapkv", 256, profile=profile.schedule, question=QUESTION
+    )
+    assert sum(context.record["kept_lengths"]) == 30 * 256
+    assert context.record["kept_lengths"][0] == max(context.record["kept_lengths"])
 
 
 def test_weights_are_plain_tensors(model):

@@ -25,11 +25,12 @@ def methods() -> None:
         typer.echo(f"  source: {method.source}")
     typer.echo(
         "\nAll of them support left-padded batches, sampling, beam search, further turns, and saved"
-        "\ncontexts; a prompt in pieces (--prefill-chunk) and eviction while decoding"
-        "\n(--decode-budget) where nothing else is said. None gives heads of one layer different"
-        "\nbudgets."
+        "\ncontexts; a prompt in pieces (--prefill-chunk), eviction while decoding"
+        "\n(--decode-budget) and budgets measured on the prompt itself (--allocation entropy)"
+        "\nwhere nothing else is said. None gives heads of one layer different budgets."
         "\n\nscore options: --group-reduce, --window-reduce, --value-norm, --pooling, --kernel-size"
-        "\nbudget options: --allocation, --beta, --gamma, --c-max, --c-min, --layer-budgets"
+        "\nbudget options: --allocation, --beta, --gamma, --c-max, --c-min, --schedule,"
+        "\n--share-temperature, --share-floor, --layer-budgets"
     )
 
 
