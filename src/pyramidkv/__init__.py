@@ -13,10 +13,14 @@ if TYPE_CHECKING:
     from .chat import Chat
     from .compression import Compression
     from .context import CompressedContext, compress_context
+    from .deployment import Deployment, PlanError
     from .engine import compress
     from .errors import CacheStateError, ContextFileError, PromptError, PyramidKVError
     from .generation import Generation, generate
     from .methods import METHODS, Method, MethodError, get_method
+    from .planning import plan_memory
+    from .profiling import AttentionProfile, profile_attention
+    from .schedule_profile import ProfileError, ScheduleProfile
     from .support import SUPPORTED_MODEL_TYPES, UnsupportedModelError
 
 __version__ = version("pyramidkv")
@@ -28,11 +32,15 @@ _HOMES = {
     "cache": ("CompressedCache",),
     "chat": ("Chat",),
     "context": ("CompressedContext", "compress_context"),
+    "deployment": ("Deployment", "PlanError"),
     "engine": ("compress",),
     "errors": ("CacheStateError", "ContextFileError", "PromptError", "PyramidKVError"),
     "generation": ("Generation", "generate"),
     "compression": ("Compression",),
     "methods": ("METHODS", "Method", "MethodError", "get_method"),
+    "planning": ("plan_memory",),
+    "profiling": ("AttentionProfile", "profile_attention"),
+    "schedule_profile": ("ProfileError", "ScheduleProfile"),
     "support": ("SUPPORTED_MODEL_TYPES", "UnsupportedModelError"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
@@ -41,6 +49,7 @@ __all__ = [
     "METHODS",
     "SUPPORTED_MODEL_TYPES",
     "AttentionError",
+    "AttentionProfile",
     "BudgetError",
     "CacheStateError",
     "Chat",
@@ -48,17 +57,23 @@ __all__ = [
     "CompressedContext",
     "Compression",
     "ContextFileError",
+    "Deployment",
     "Generation",
     "Method",
     "MethodError",
+    "PlanError",
+    "ProfileError",
     "PromptError",
     "PyramidKVError",
+    "ScheduleProfile",
     "UnsupportedModelError",
     "__version__",
     "compress",
     "compress_context",
     "generate",
     "get_method",
+    "plan_memory",
+    "profile_attention",
 ]
 
 
