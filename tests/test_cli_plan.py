@@ -7,20 +7,26 @@ import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from test_cli import run
 from test_schedule_profile import profile
 from tiny import tiny_model
 
+import pyramidkv
 from pyramidkv.cli import inputs
 from pyramidkv.plots.plan import draw
 
+MODEL_PRESETS = Path(pyramidkv.__file__).with_name("presets")
+
 
 def rows(output: bytes) -> dict[str, str]:
-    """Return the plan's table by the names of its rows."""
-    found = re.findall(r"^(\S[^\n]*?) {2,}(\S.*)$", output.decode(), re.MULTILINE)
-    return {name: " ".join(values.split()) for name, values in found}
+    """Return the plan's table by the names of its rows, of all its parts."""
+    result: dict[str, str] = {}
+    for name, values in re.findall(r"^(\S[^\n]*?) {2,}(\S.*)$", output.decode(), re.MULTILINE):
+        result[name] = " ".join([*result.get(name, "").split(), *values.split()])
+    return result
 
 
 def test_a_plan_shows_what_its_record_says(tmp_path):
@@ -40,7 +46,8 @@ def test_a_plan_shows_what_its_record_says(tmp_path):
     assert shown["kept in all"] == "262,144 16,384"
     record = json.loads(record_file.read_text())
     plan = record["plans"][0]
-    assert shown["fit, layer by layer"].split()[1] == f"{plan['requests_layer_by_layer']:,}"
+    assert shown["fit, together"].split()[1] == f"{plan['requests_together']:,}"
+    assert shown["fit, one by one"].split()[1] == f"{plan['requests_one_by_one']:,}"
     assert shown["tokens/s at most"].split()[1] == f"{plan['tokens_per_second_at_most']:,.1f}"
     assert record["model"]["found"] == "preset"
     bars = [line for line in done.stdout.decode().splitlines() if line.endswith("#")]
@@ -56,10 +63,52 @@ def test_methods_stand_side_by_side_with_their_true_totals():
     shown = rows(done.stdout)
     assert shown["kept in all"] == "640,000 10,240 10,240 13,040"
     assert shown["against the budget"] == "- exact exact +27.3%"
+    assert "…" not in done.stdout.decode()
     layers = [line.split() for line in done.stdout.decode().splitlines() if line[:1].isdigit()]
     assert layers[0] == ["0", "128", "215", "242"]
     assert layers[-1] == ["79", "128", "41", "84"]
-    assert {"step reads, weights", "peak, layer by layer"} <= set(shown)  # no row is broken up
+    assert {"step reads, weights", "peak, one by one"} <= set(shown)  # no row is broken up
+
+
+@pytest.mark.parametrize("width", [40, 80, 100, 200])
+def test_no_figure_is_ever_cut_off(width, monkeypatch):
+    monkeypatch.setenv("COLUMNS", str(width))
+    command = [sys.executable, "-c", "from pyramidkv.cli import main; main()"]
+    methods = "snapkv,pyramidkv,h2o,pyramidkv-official,streamingllm,h2o:power"
+    arguments = ["plan", "llama-3.1-70b", "--context", "131072", "--budget", "512"]
+    done = subprocess.run(
+        [*command, *arguments, "--compare", methods], check=True, capture_output=True
+    )
+    shown = rows(done.stdout)
+    assert shown["kept in all"].split() == [
+        "10,485,760",
+        *["40,960"] * 3,
+        "41,360",
+        *["40,960"] * 2,
+    ]
+    assert "…" not in done.stdout.decode()
+    for title in ("full", "pyramidkv-official 512", "h2o (power) 512"):
+        assert title in done.stdout.decode()
+
+
+def test_each_method_takes_the_options_that_mean_something_to_it(tmp_path):
+    done = run(
+        *("plan", "llama-3-8b", "--context", 8000, "--budget", 128, "--beta", 5),
+        *("--compare", "full,snapkv,pyramidkv,streamingllm,h2o:power", "--gamma", 2),
+        *("--output", tmp_path / "o.json"),
+    )
+    assert done.returncode == 0, done.stderr.decode()
+    plans = json.loads((tmp_path / "o.json").read_text())["plans"]
+    assert [plan["method"] for plan in plans] == ["snapkv", "pyramidkv", "streamingllm", "h2o"]
+    chosen = [plan["compression"] for plan in plans]
+    assert (chosen[1]["beta"], chosen[3]["allocation"], chosen[3]["gamma"]) == (5, "power", 2)
+    assert {plan["schedule_total"] for plan in plans} == {32 * 128}
+
+
+def test_layers_are_numbered_as_the_model_numbers_them():
+    done = run("plan", "gemma-3-1b", "--context", 8000, "--budget", 64)
+    numbers = [int(line.split()[1]) for line in done.stdout.decode().splitlines() if "#" in line]
+    assert numbers == [5, 11, 17, 23]
 
 
 def test_without_a_method_only_the_full_cache_is_shown():
@@ -78,11 +127,9 @@ def test_a_folder_is_planned_with_its_stored_weights(tmp_path):
     assert done.returncode == 0, done.stderr.decode()
     weights = json.loads((tmp_path / "o.json").read_text())["weights"]
     stored = sum(p.numel() * 4 for p in model.parameters())
-    assert weights == {
-        "parameters": stored // 4,
-        "bytes": stored,
-        "counted_from": "stored weights",
-    }
+    assert (weights["parameters"], weights["bytes"]) == (stored // 4, stored)
+    assert weights["counted_from"] == "stored weights"
+    assert "stored, 4.00 bytes per parameter" in done.stdout.decode()
     config = run("plan", tmp_path / "config.json", "--context", 100, "--budget", 40)
     assert rows(config.stdout)["KV cache, request"] == rows(done.stdout)["KV cache, request"]
 
@@ -137,8 +184,20 @@ PLAN = ["llama-3-8b", "--context", "8192"]
         ([*PLAN, "--schedule", "other.json", "--budget", "99"], "measured on another model"),
         ([*PLAN, "--schedule", "half.json", "--budget", "99"], "is no schedule profile"),
         ([*PLAN, "--allocation", "entropy", "--budget", "99"], "known after the prompt only"),
+        ([*PLAN, "--gpu-utilization", "0.5"], "a fraction of --gpu-memory; give that too"),
+        (["presets", "--context", "9"], "'presets' is no file, no folder and no hub id"),
+        ([*PLAN, "--compare", "snapkv,h2o", "--budget", "99", "--beta", "3"], "takes --beta"),
+        (
+            [*PLAN, "--compare", "snapkv", "--budget", "99", "--schedule", "other.json"],
+            "takes --schedule; a method can be given an allocation, such as snapkv:entropy",
+        ),
+        ([*PLAN, "--compare", "snapkv:steep", "--budget", "99"], "choose one of uniform, pyramid"),
         ([*PLAN, "--plot", "a.jpg"], "must end in one of .png, .svg, .pdf"),
         ([*PLAN, "--plot", "a.png", "--output", "a.png"], "name two files"),
+        (
+            [*PLAN, "--schedule", "other.json", "--budget", "99", "--output", "other.json"],
+            "--output 'other.json' is the file that is read",
+        ),
         ([*PLAN, "--output", "no/such.json"], "it has no folder"),
     ],
 )
@@ -207,6 +266,13 @@ def test_the_picture_shows_the_record(tmp_path):
     legend = kept.get_legend().get_window_extent()
     assert legend.y0 >= kept.get_window_extent().y1 - 1
     assert legend.y1 < figure.texts[0].get_window_extent().y0
+
+
+def test_a_name_with_dollar_signs_is_drawn_as_it_is(tmp_path):
+    config = json.loads((MODEL_PRESETS / "llama-3-8b.json").read_text())
+    (tmp_path / "m$_$.json").write_text(json.dumps(config))
+    done = run("plan", tmp_path / "m$_$.json", "--context", 9, "--plot", tmp_path / "p.svg")
+    assert done.returncode == 0, done.stderr.decode()
 
 
 def test_the_picture_of_a_model_without_anything_to_keep(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 
 import pytest
 import torch
@@ -13,7 +14,11 @@ from tiny import CONFIGS, prompt_ids, tiny_model
 import pyramidkv
 from pyramidkv.budgets import BudgetError, Entropy
 from pyramidkv.compression import make_compression
+from pyramidkv.entropy import MeasurementError
+from pyramidkv.layer import CompressedLayer
+from pyramidkv.measured_layer import MeasuredLayer
 from pyramidkv.methods import MethodError
+from pyramidkv.storage import RowStorage
 
 SMALL = {"window_size": 6, "kernel_size": 5}
 # as uneven as can be, so that much has to be let go of again
@@ -80,31 +85,62 @@ def test_the_schedule_follows_from_the_prompts_own_entropies(floor):
     assert sum(expected) == 320
 
 
-def test_what_is_held_meanwhile_stays_near_the_total():
+def test_what_is_held_meanwhile_stays_near_the_total(monkeypatch):
+    """Of rows allocated, at any moment one is made: the total, a new layer's own, little else."""
     model = tiny_model("llama", "sdpa", num_hidden_layers=8)
     ids, _ = prompt_ids(300)
-    held = []
-    cache = pyramidkv.CompressedCache(
-        model,
-        "snapkv",
-        20,
-        on_layer=lambda done, layers: held.append(
-            sum(layer.kept_lengths()[0] for layer in cache.compressed_layers[:done])
-        ),
-        **SHARP,
-        **SMALL,
-    )
+    alive: weakref.WeakSet[RowStorage] = weakref.WeakSet()
+    most: list[int] = []
+    make = RowStorage.__init__
+
+    def counted(self, keys, values, rows, capacity):
+        make(self, keys, values, rows, capacity)
+        alive.add(self)
+        most.append(sum(storage._tensors[0].shape[2] for storage in alive))
+
+    monkeypatch.setattr(RowStorage, "__init__", counted)
+    cache = pyramidkv.CompressedCache(model, "snapkv", 20, **SHARP, **SMALL)
     with torch.no_grad():
         model(ids, past_key_values=cache)
-    assert len(held) == 8
-    assert held[-1] == 160
-    assert held[0] >= 160  # the first layer has the whole total until the second comes
-    assert max(held) <= 1.125 * (160 + 8)
+    assert sum(cache.schedules[0]) == 160
+    assert most[0] == 161 + 64  # the first layer has the whole total until the second comes
+    rows = 1.125 * (160 + 8) + 8 * 64  # what is held, and room to grow once the prompt is done
+    largest = max(cache.schedules[0]) + 64
+    assert max(most) <= rows + largest
     assert all(layer._ranks is None for layer in cache.compressed_layers)
-    allocated = sum(
-        layer._storage.nbytes for layer in cache.compressed_layers
-    )  # room for 64 tokens each, nothing else
-    assert allocated == cache.kv_bytes * (160 + 8 * 64) // 160
+    allocated = sum(layer._storage.nbytes for layer in cache.compressed_layers)
+    assert allocated == cache.kv_bytes * (160 + 8 * 64) // 160  # room for 64 tokens, nothing else
+
+
+def test_earlier_layers_let_go_before_a_layer_takes_its_share(monkeypatch):
+    model = tiny_model("llama", "sdpa", num_hidden_layers=8)
+    order = []
+    shrink, evict = MeasuredLayer.shrink, CompressedLayer._evict
+
+    def shrinking(self, for_good):
+        order.append("shrink")
+        shrink(self, for_good)
+
+    def evicting(self, *args):
+        order.append("evict")
+        evict(self, *args)
+
+    monkeypatch.setattr(MeasuredLayer, "shrink", shrinking)
+    monkeypatch.setattr(CompressedLayer, "_evict", evicting)
+    cache = pyramidkv.CompressedCache(model, "snapkv", 20, **SHARP, **SMALL)
+    with torch.no_grad():
+        model(prompt_ids(300)[0], past_key_values=cache)
+    expected = [step for layer in range(8) for step in [*["shrink"] * layer, "evict"]]
+    assert order == expected
+
+
+def test_attention_that_is_no_number_is_told():
+    model = tiny_model("llama", "sdpa")
+    with torch.no_grad():
+        model.model.layers[2].self_attn.q_proj.weight[0, 0] = float("nan")
+        cache = pyramidkv.CompressedCache(model, "snapkv", 20, **SHARP, **SMALL)
+        with pytest.raises(MeasurementError, match="no number"):
+            model(prompt_ids(60)[0], past_key_values=cache)
 
 
 def test_a_second_prompt_is_measured_anew():

@@ -260,7 +260,7 @@ def test_types_come_under_either_name():
         ({**LLAMA, "hidden_size": 64.0}, "hidden_size is 64.0; it must be a whole number"),
         ({**LLAMA, "hidden_size": True}, "hidden_size is True; it must be a whole number"),
         ({**LLAMA, "num_hidden_layers": 0}, "num_hidden_layers is 0; it must be a whole number"),
-        ({**LLAMA, "num_hidden_layers": 10**5 + 1}, "whole number from 1 to 100,000"),
+        ({**LLAMA, "num_hidden_layers": 10**4 + 1}, "whole number from 1 to 10,000"),
         ({**LLAMA, "vocab_size": -5}, "vocab_size is -5"),
         ({**LLAMA, "hidden_size": 10**7 + 1}, "whole number from 1 to 10,000,000"),
         ({**LLAMA, "hidden_size": 10**90}, r"hidden_size is 1000.*0\.\.\.; it must be"),
@@ -297,8 +297,6 @@ def test_what_no_model_can_have_is_refused_in_a_sentence(config, message):
         ({"model_type": "mistral3", "text_config": {"model_type": "ministral3"}}, "'ministral3'"),
         ({"model_type": "gemma3", "text_config": {"model_type": "gemma3"}}, "'gemma3' of"),
         ({**LLAMA, "layer_types": ["mamba"] * 4}, "layers of kind mamba"),
-        ({**QWEN, "model_type": "mistral"}, "nothing to compress"),
-        ({**LLAMA, "model_type": "phi3", "sliding_window": 2047}, "nothing to compress"),
         (
             {**LLAMA, "model_type": "phi3", "max_position_embeddings": 131_072},
             "context is extended",
@@ -336,3 +334,37 @@ def test_whatever_a_field_holds_there_is_a_shape_or_an_error_of_ours(name, junk)
         shape = shape_of({**find_model(name).config, **junk}, name)
         assert len(shape.layers) >= 1
         assert shape.parameters > 0
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {**QWEN, "model_type": "mistral", "sliding_window": 99},
+        {**LLAMA, "model_type": "phi3", "sliding_window": 2047},
+    ],
+)
+def test_a_model_whose_layers_all_slide_has_a_shape_without_layers_to_compress(config):
+    shape = shape_of(config, "mine")
+    assert shape.compressible == ()
+    assert {layer.kind for layer in shape.layers} == {"sliding"}
+    assert shape.layers[0].window == config["sliding_window"] - 1
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        ({"quant_method": "awq", "bits": 4}, "awq, 4 bits"),
+        ({"quant_method": "fp8"}, "fp8"),
+        ({}, None),
+        (None, None),
+    ],
+)
+def test_quantised_weights_are_told(value, words):
+    assert shape_of({**LLAMA, "quantization_config": value}, "mine").quantization == words
+    inside = {"model_type": "gemma3", "text_config": {}, "quantization_config": value}
+    assert shape_of(inside, "mine").quantization == words
+
+
+def test_a_quantization_that_is_none_is_refused():
+    with pytest.raises(ConfigError, match="quantization_config is 4; it must be an object"):
+        shape_of({**LLAMA, "quantization_config": 4}, "mine")

@@ -43,7 +43,7 @@ def planned(model, context, *compressions, **deployment):
 
 
 def run(model, method, length, batch=1, chunk=None, **options):
-    """Process a prompt; return the cache, and the most bytes of keys and values meanwhile."""
+    """Process a prompt; return the cache, and the most bytes for keys and values meanwhile."""
     ids, mask = prompt_ids(*[length] * batch)
     cache = pyramidkv.CompressedCache(model, method, **options)
     cache.expect_prompt(mask)
@@ -72,7 +72,11 @@ def run(model, method, length, batch=1, chunk=None, **options):
 
 
 def _bytes(layer) -> int:
+    """Return what is allocated for a layer's keys and values, room to grow included."""
+    storage = getattr(layer, "_storage", None)
     tensors = getattr(layer, "keys", None), getattr(layer, "values", None)
+    if storage is not None:
+        tensors = storage._tensors
     return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
 
@@ -116,8 +120,10 @@ def test_the_planned_peak_is_what_the_engine_comes_to(architecture):
     compression = METHODS["pyramidkv"]
     plan = planned(model, 150, compression)["plans"][0]
     _, peak = run(model, compression.method, 150, budget=30)
-    assert plan["peak_bytes_layer_by_layer"] == peak
-    assert plan["peak_bytes_all_layers"] > plan["peak_bytes_layer_by_layer"]
+    assert plan["peak_bytes_together"] == peak
+    _, of_batch = run(model, compression.method, 150, 3, budget=30)
+    batch = planned(model, 150, compression, batch=3)["plans"][0]
+    assert batch["peak_bytes_together"] == of_batch == 3 * peak
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen3_next"])
@@ -126,8 +132,8 @@ def test_the_planned_peak_in_pieces_is_what_the_engine_comes_to(architecture):
     compression = METHODS["pyramidkv"]
     plan = planned(model, 320, compression, prefill_chunk=80)["plans"][0]
     _, peak = run(model, compression.method, 320, chunk=80, budget=30)
-    assert plan["peak_bytes_layer_by_layer"] == peak
-    whole = planned(model, 320, compression)["plans"][0]["peak_bytes_layer_by_layer"]
+    assert plan["peak_bytes_together"] == peak
+    whole = planned(model, 320, compression)["plans"][0]["peak_bytes_together"]
     assert peak < whole
 
 
@@ -150,7 +156,10 @@ def test_sizes_computed_by_hand():
     assert eight["weights"] == {
         "parameters": 8_030_261_248,
         "bytes": 16_060_522_496,
+        "dtype": "bfloat16",
         "counted_from": "configuration",
+        "bytes_per_parameter": 2.0,
+        "notes": (),
     }
     assert preset("gemma-2b", 1_000)["full"]["kv_bytes_request"] == 18_432 * 1_000  # multi-query
     latent = preset("deepseek-v3", 1_000)
@@ -179,25 +188,54 @@ def test_the_official_total_is_the_true_one():
 
 def test_requests_that_fit():
     compression = make_compression("snapkv", 512)
-    # 100 full requests of 1 GiB, or: one uncompressed and (99 GiB) / 64 MiB others
+    token = 131_072
+    # one by one: one prompt uncompressed (1 GiB), beside others of 64 MiB
     room = 100 * 2**30
     record = preset("llama-3-8b", 8_192, compression, kv_memory=room)
-    assert record["full"]["requests_all_layers"] == 100
+    assert record["full"]["requests_one_by_one"] == record["full"]["requests_together"] == 100
     plan = record["plans"][0]
-    assert plan["requests_all_layers"] == 1 + (room - 2**30) // 2**26 == 1 + 99 * 16
-    # layer by layer: the last layer's full keys and values, and what all layers keep
-    peak = 2**26 + 2**30 // 32
-    assert plan["peak_bytes_layer_by_layer"] == peak
-    assert plan["requests_layer_by_layer"] == 1 + (room - peak) // 2**26
+    assert plan["requests_one_by_one"] == 1 + (room - 2**30) // 2**26 == 1 + 99 * 16
+    # together: each has a layer's full keys and values, and what is kept with room for 64 more
+    peak = 576 * token + 2**30 // 32
+    assert plan["peak_bytes_together"] == peak
+    assert plan["requests_together"] == room // peak
     # one byte less than a single request needs
-    none = preset("llama-3-8b", 8_192, compression, kv_memory=peak - 1)
-    assert none["plans"][0]["requests_layer_by_layer"] == 0
-    assert none["full"]["requests_layer_by_layer"] == 0
-    assert "a batch of 1 does not fit with full and snapkv 512" in none["notes"]
+    none = preset("llama-3-8b", 8_192, compression, kv_memory=2**30 - 1)
+    assert none["plans"][0]["requests_one_by_one"] == none["full"]["requests_one_by_one"] == 0
+    assert "1 requests do not fit with full and snapkv 512" in none["notes"]
+    assert (
+        preset("llama-3-8b", 8_192, compression, kv_memory=2**30)["plans"][0]["requests_one_by_one"]
+        == 1
+    )
     # of a GPU, 90% may be used, and the weights take their part
     gpu = preset("llama-3-8b", 8_192, gpu_memory=80 * 10**9)
     assert gpu["kv_room_per_gpu"] == 72 * 10**9 - 16_060_522_496
-    assert gpu["full"]["requests_all_layers"] == (72 * 10**9 - 16_060_522_496) // 2**30
+    assert gpu["full"]["requests_one_by_one"] == (72 * 10**9 - 16_060_522_496) // 2**30
+
+
+def test_a_request_that_outgrows_its_own_peak_needs_that_much():
+    token = 131_072
+    room = 1_000 * token
+    for plan in (
+        preset("llama-3-8b", 1_000, kv_memory=room)["full"],
+        preset("llama-3-8b", 500, max_new_tokens=500, kv_memory=room)["full"],
+    ):
+        assert plan["requests_one_by_one"] == plan["requests_together"] == 1
+    longer = preset("llama-3-8b", 500, max_new_tokens=501, kv_memory=room)["full"]
+    assert longer["requests_one_by_one"] == longer["requests_together"] == 0
+    compressed = make_compression("snapkv", 100)
+    grown = preset("llama-3-8b", 500, compressed, max_new_tokens=900, kv_memory=room)["plans"][0]
+    assert grown["kv_bytes_request_at_end"] == 1_000 * token
+    assert grown["requests_one_by_one"] == 1
+    assert grown["requests_together"] == 0  # transformers' room to grow comes on top
+
+
+def test_prompts_one_by_one_take_one_uncompressed_prompt_beside_the_others():
+    compression = make_compression("snapkv", 512)
+    plan = preset("llama-3-8b", 8_192, compression, batch=5)["plans"][0]
+    assert plan["peak_bytes_one_by_one"] == 2**30 + 4 * 2**26
+    full = preset("llama-3-8b", 8_192, batch=5)["full"]
+    assert full["peak_bytes_one_by_one"] == full["peak_bytes_together"] == 5 * 2**30
 
 
 def test_generated_tokens_are_counted():
@@ -209,7 +247,9 @@ def test_generated_tokens_are_counted():
     bounded = make_compression("snapkv", decode_budget=512, decode_interval=16)
     record = preset("llama-3-8b", 8_192, bounded, max_new_tokens=100)
     assert record["plans"][0]["kv_bytes_request_at_end"] == 528 * token
-    assert record["plans"][0]["decode_kv_bytes"] == 528 * token
+    # the first step reads least: no later one is faster
+    assert record["plans"][0]["decode_kv_bytes"] == 512 * token
+    assert record["full"]["decode_kv_bytes"] == 8_192 * token
 
 
 def test_gpus_share_heads_and_repeat_them_if_they_are_more():
@@ -264,12 +304,9 @@ def test_every_preset_is_planned_within_its_bounds(name, context, budget, batch)
     for plan in record["plans"]:
         assert plan["schedule_total"] == len(shape.compressible) * min(budget, context)
         assert plan["kv_bytes_request"] <= full["kv_bytes_request"]
-        peaks = plan["peak_bytes_layer_by_layer"], plan["peak_bytes_all_layers"]
-        fit = plan["requests_layer_by_layer"], plan["requests_all_layers"]
-        assert (fit[0] >= fit[1]) if peaks[0] <= peaks[1] else (fit[0] <= fit[1])
-        assert peaks[0] < peaks[1] or 4 * budget > context
-        assert plan["requests_all_layers"] >= full["requests_all_layers"]
-        assert plan["peak_bytes_layer_by_layer"] > plan["kv_bytes_request"]
+        if 4 * budget <= context:
+            assert plan["requests_together"] > full["requests_together"]
+        assert plan["requests_one_by_one"] >= full["requests_one_by_one"]
 
 
 def test_stored_weights_count_unless_another_type_is_asked_for():
@@ -277,8 +314,48 @@ def test_stored_weights_count_unless_another_type_is_asked_for():
     stored = plan_memory(shape, Deployment(100), [], weight_bytes=5_000_000_000)
     assert stored["weights"]["bytes"] == 5_000_000_000
     assert stored["weights"]["counted_from"] == "stored weights"
+    read = stored["full"]["decode_weight_bytes"] / 5_000_000_000
+    assert read == pytest.approx(shape.decode_parameters / shape.parameters)
     other = plan_memory(shape, Deployment(100, dtype="fp8"), [], weight_bytes=5_000_000_000)
     assert other["weights"]["bytes"] == 8_030_261_248
+
+
+def test_what_cannot_be_the_bytes_of_the_weights_is_refused():
+    shape = find_model("llama-3-8b").shape
+    for stored in (0, 1_000, 10**12):
+        with pytest.raises(PlanError, match="for each of its 8,030,261,248 parameters"):
+            plan_memory(shape, Deployment(100), [], weight_bytes=stored)
+        assert plan_memory(shape, Deployment(100, dtype="fp8"), [], weight_bytes=stored)
+
+
+def test_quantised_weights_are_counted_only_if_their_size_is_known():
+    config = find_model("llama-3-8b").config
+    quantized = {**config, "quantization_config": {"quant_method": "awq", "bits": 4}}
+    shape = shape_of(quantized, "small")
+    with pytest.raises(PlanError, match=r"small are quantised \(awq, 4 bits\).* give the folder"):
+        plan_memory(shape, Deployment(100), [])
+    stored = plan_memory(shape, Deployment(100), [], weight_bytes=5_700_000_000)
+    assert (stored["weights"]["bytes"], stored["weights"]["dtype"]) == (5_700_000_000, None)
+    assert stored["deployment"]["kv_dtype"] == "bfloat16"
+    asked = plan_memory(shape, Deployment(100, dtype="int4"), [])
+    assert asked["weights"]["bytes"] == 8_030_261_248 // 2
+
+
+def test_of_a_model_of_text_and_images_only_the_text_model_is_read_while_decoding():
+    text = {**find_model("gemma-3-4b").config, "model_type": "gemma3_text"}
+    shape = shape_of({"model_type": "gemma3", "text_config": text, "dtype": "bfloat16"}, "both")
+    record = plan_memory(shape, Deployment(100), [], weight_bytes=8_600_158_944)
+    assert record["weights"]["bytes"] == 8_600_158_944
+    assert record["full"]["decode_weight_bytes"] == 2 * shape.decode_parameters < 8_000_000_000
+
+
+def test_a_model_whose_layers_all_slide_is_planned_but_not_compressed():
+    config = {**find_model("mistral-7b").config, "sliding_window": 4_096}
+    shape = shape_of(config, "sliding")
+    record = plan_memory(shape, Deployment(10_000), [])
+    assert record["full"]["kv_bytes_request"] == 4_095 * 131_072
+    with pytest.raises(PlanError, match="no layer that could be compressed: sliding windows"):
+        plan_memory(shape, Deployment(10_000), [make_compression("snapkv", 128)])
 
 
 @pytest.mark.parametrize(
@@ -299,6 +376,8 @@ def test_stored_weights_count_unless_another_type_is_asked_for():
         ("llama-3-8b", {"kv_dtype": "int4"}, "choose one of float32, bfloat16, float16, fp8"),
         ("llama-3-8b", {"gpu_memory": 10**11, "kv_memory": 10**9}, "both given"),
         ("llama-3-70b", {"gpu_memory": 80 * 10**9}, "give --tensor-parallel 2 or more"),
+        ("qwen2.5-7b", {"gpu_memory": 8 * 10**9}, "give --tensor-parallel 4 or more"),
+        ("qwen2.5-7b", {"gpu_memory": 10**8}, "each GPU\\); give larger GPUs or a smaller"),
     ],
 )
 def test_absurd_sizes_are_refused_in_a_sentence(name, arguments, words):

@@ -12,6 +12,7 @@ from test_cli import run
 from tiny import prompt_ids, tiny_model
 
 from pyramidkv.budgets import Entropy, Pyramid
+from pyramidkv.entropy import MeasurementError
 from pyramidkv.errors import PromptError
 from pyramidkv.methods import Options
 from pyramidkv.model_shape import shape_fingerprint
@@ -183,8 +184,9 @@ def test_a_beginning_of_text_token_stands_before_every_piece(tokenizer):
         ([9, 7, 5, 4, 3, 1], "funnel", -1),
         ([1, 2, 3, 4, 5, 6], "widens", 1),
         ([1, 5, 1, 5, 1, 5], "no trend", 0.29277002188455997),
-        ([3, 3, 3], "no trend", 0),
-        ([3], "no trend", 0),
+        ([3, 3, 3, 3], "no trend", 0),
+        ([4, 3, 1], "too few layers", -1),
+        ([3], "too few layers", 0),
     ],
 )
 def test_a_trend_is_a_rank_correlation_with_depth(entropies, verdict, correlation):
@@ -201,7 +203,7 @@ def test_a_trend_is_a_rank_correlation_with_depth(entropies, verdict, correlatio
     [
         ({"length": 1}, "length is 1; it must be a whole number of at least 2"),
         ({"length": 36}, "a sample of 36 tokens has none beside 4 sinks and a window of 32"),
-        ({"length": 2000}, "this model's context is 1,024 tokens"),
+        ({"length": 2000}, "2,000 tokens is longer than this model's context of 1,024"),
         ({"length": 200}, "the text 'a' has 130 tokens, fewer than one sample of 200"),
         ({"length": 100, "samples": 9}, "9 samples of 100 tokens are asked for, but the texts"),
         ({"length": 100, "samples": 0}, "samples is 0"),
@@ -213,6 +215,14 @@ def test_a_trend_is_a_rank_correlation_with_depth(entropies, verdict, correlatio
 def test_what_cannot_be_measured_is_refused(tokenizer, texts, options, message):
     with pytest.raises(PromptError, match=message):
         profile_attention(tiny_model("llama", "sdpa"), tokenizer, texts, **options)
+
+
+def test_attention_that_is_no_number_is_told(tokenizer, texts):
+    model = tiny_model("llama", "sdpa")
+    with torch.no_grad():
+        model.model.layers[2].self_attn.q_proj.weight[0, 0] = float("nan")
+    with pytest.raises(MeasurementError, match="--dtype float32"):
+        profile_attention(model, tokenizer, texts, **SIZES)
 
 
 def test_no_text_and_empty_texts_are_refused(tokenizer):
@@ -311,6 +321,11 @@ def test_the_command_writes_what_it_shows(model_folder, tmp_path):
             ["--text", "a.txt", "--output", "o.json", "--save-schedule", "o.json"],
             "--save-schedule and --output are both 'o.json'",
         ),
+        (["--text", "a.svg", "--plot", "a.svg"], "--plot 'a.svg' is the file that is read"),
+        (
+            ["--text", "a.txt", "--plot", "p.png", "--save-schedule", "p.png"],
+            "--save-schedule and --plot are both 'p.png'",
+        ),
         (["--text", "a.txt", "--plot", "p.gif"], "must end in one of .png, .svg, .pdf"),
         (["--text", "a.txt", "--plot", "no/p.png"], "it has no folder"),
     ],
@@ -319,10 +334,12 @@ def test_mistakes_end_in_one_sentence_and_leave_no_file(
     model_folder, tmp_path, monkeypatch, arguments, message
 ):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "a.txt").write_text(words(130))
+    for name in ("a.svg", "a.txt"):
+        (tmp_path / name).write_text(words(130))
     done = run("profile", "--model", model_folder, *arguments)
     assert done.returncode == 2
     lines = done.stderr.decode().strip().splitlines()
     assert len(lines) == 1
     assert message in lines[0]
-    assert os.listdir(tmp_path) == ["a.txt"]
+    assert sorted(os.listdir(tmp_path)) == ["a.svg", "a.txt"]
+    assert (tmp_path / "a.svg").read_text() == words(130)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 
@@ -101,20 +102,20 @@ GOOD = profile().as_dict()
 @pytest.mark.parametrize(
     ("stored", "words"),
     [
-        (None, "give a file that pyramidkv profile wrote"),
-        ([], "give a file"),
-        ({}, "give a file"),
+        ({}, "give a file that pyramidkv profile wrote"),
         ({**GOOD, "format": "other"}, "give a file"),
         ({**GOOD, "version": 2}, "has version 2, but this pyramidkv reads 1"),
         ({**GOOD, "effective_tokens": []}, "no list 'effective_tokens'"),
         ({**GOOD, "effective_tokens": [1, 2, 3, "4"]}, "entry '4'"),
         ({**GOOD, "effective_tokens": [1, 2, 3, True]}, "entry True"),
         ({**GOOD, "effective_tokens": [1, 2, 3, float("nan")]}, "entry nan"),
+        ({**GOOD, "effective_tokens": [1, 2, 3, 10**400]}, r"entry 1000.*\.\.\., which is no"),
         ({**GOOD, "effective_tokens": [1, 2, 3, 0]}, "do not belong together"),
         ({**GOOD, "effective_tokens": [1, 2, 3]}, "do not belong together"),
         ({**GOOD, "entropy_bits": [1, 2, 3, -1]}, "do not belong together"),
         ({k: v for k, v in GOOD.items() if k != "entropy_bits"}, "no list 'entropy_bits'"),
         ({k: v for k, v in GOOD.items() if k != "model"}, "what was measured"),
+        ({**GOOD, "measured": {"length": {}}}, "no list of plain values"),
         ({**GOOD, "model": {"name": "x", "shape": 3}}, "of which model"),
         ({**GOOD, "model": {"name": "x", "shape": {"layers": [1]}}}, "of which model"),
     ],
@@ -130,13 +131,23 @@ def test_what_is_no_profile_is_refused_in_a_sentence(tmp_path, stored, words):
 
 def test_files_that_are_no_json_are_refused(tmp_path):
     path = tmp_path / "p.json"
-    for content in (b"", b"\xff\xfe", b"{", b"[" * 100_000):
+    for content, words in (
+        (b"", "is not JSON in UTF-8"),
+        (b"\xff\xfe", "is not JSON in UTF-8"),
+        (b"{", "is not JSON in UTF-8"),
+        (b"[" * 100_000, "is not JSON in UTF-8"),
+        (b"null", "holds a JSON NoneType, not an object"),
+        (b"[]", "holds a JSON list, not an object"),
+    ):
         path.write_bytes(content)
-        with pytest.raises(ProfileError, match="is no schedule profile"):
+        with pytest.raises(ProfileError, match=f"{words}.*; give a file that pyramidkv profile"):
             ScheduleProfile.read(path)
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ProfileError, match="is no plain file"):
+        ScheduleProfile.read(tmp_path / "pipe")
     with pytest.raises(ProfileError, match="cannot read"):
         ScheduleProfile.read(tmp_path / "absent.json")
-    with pytest.raises(ProfileError, match="cannot read"):
+    with pytest.raises(ProfileError, match="is no plain file"):
         ScheduleProfile.read(tmp_path)
     with pytest.raises(ProfileError, match="cannot write"):
         profile().write(tmp_path / "no" / "folder.json")
@@ -147,7 +158,7 @@ def test_files_that_are_no_json_are_refused(tmp_path):
     [
         ({"profile": {"a": 1}}, "is a schedule profile, as ScheduleProfile.read gives it"),
         ({"profile": GOOD}, "as ScheduleProfile.read gives it"),
-        ({"profile": profile(), "allocation": "pyramid"}, "profile means nothing to 'pyramid'"),
+        ({"profile": profile(), "allocation": "pyramid"}, "a schedule profile means nothing to"),
         ({"share_floor": 0.5}, "share_floor means nothing to 'pyramid' budgets"),
         ({"allocation": "entropy", "share_floor": 1.5}, "from 0 to 1"),
         ({"allocation": "entropy", "share_temperature": 0}, "positive finite"),
@@ -163,3 +174,9 @@ def test_options_that_do_not_fit_are_refused(options, words):
 def test_profiles_need_no_torch():
     code = "import sys, pyramidkv.schedule_profile; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_names_that_are_no_text_are_written_and_read(tmp_path):
+    odd = ScheduleProfile.of("m\udcff", SHAPE, [2.0], [1.0], {"samples": [["a\udcff.txt", 0]]})
+    odd.write(tmp_path / "p.json")
+    assert ScheduleProfile.read(tmp_path / "p.json") == odd

@@ -175,7 +175,7 @@ class CompressedCache(Cache):
             layer.activate_past_recording()  # the question is to be taken back
         taken = super().update(key_states, value_states, layer_idx, *args, **kwargs)
         self._next = (self._next + 1) % len(self._in_turn)
-        if type(layer) is DynamicSlidingWindowLayer and not layer.record_past:
+        if type(layer) is DynamicSlidingWindowLayer and not layer.record_past and tokens > 1:
             _let_go_of_the_rest(layer)
         return taken
 
@@ -424,7 +424,7 @@ def _let_go_of_the_rest(layer: Any) -> None:
     with torch.inference_mode(False), torch.no_grad():
         for name in ("keys", "values"):
             held = getattr(layer, name)
-            if held.untyped_storage().nbytes() > 2 * held.nbytes:
+            if held.untyped_storage().nbytes() > held.nbytes:
                 setattr(layer, name, held.clone())
 
 

@@ -2,7 +2,9 @@
 
 Which share a layer gets is known only once the layers above it have been measured too. Until then
 all layers measured so far divide the whole budget among them: what is held never exceeds the total
-by more than a token per layer, and a layer's share only ever shrinks.
+by more than a token per layer, and a layer's share only ever shrinks. In the end the schedule is
+the one that all measurements make at once. Only where a layer keeps the whole prompt it can differ:
+what others would get of its surplus, but have let go of already, goes to those that can use it.
 """
 
 from __future__ import annotations

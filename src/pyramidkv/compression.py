@@ -14,6 +14,9 @@ from .cascade import Cascade
 from .methods import DECODE_INTERVAL, METHODS, Method, MethodError, get_method
 from .schedule_profile import ScheduleProfile
 
+GROWTH_ROWS = 64
+"""Rows of room a layer's storage has after the prompt, and gains each time it is full."""
+
 
 @dataclass(frozen=True)
 class Compression:
@@ -242,3 +245,21 @@ def describe_total(schedule: Sequence[int], budget: int, prompt_length: int) -> 
         f"{total:,} tokens, {total / asked - 1:+.1%} against the {asked:,} that a budget of "
         f"{budget:,} allows"
     )
+
+
+def describe_method(parameters: Mapping[str, Any] | None) -> str:
+    """Name a method and how much it keeps, from `Compression.parameters`; None: the full cache.
+
+    An allocation that is not the method's own is named too.
+    """
+    if parameters is None:
+        return "full"
+    name = str(parameters["method"])
+    allocation = parameters.get("allocation")
+    if name in METHODS and allocation not in (None, METHODS[name].options.allocation):
+        name += f" ({allocation})"
+    if parameters["budget"] is not None:
+        return f"{name} {parameters['budget']}"
+    if parameters["compression_ratio"] is not None:
+        return f"{name} {parameters['compression_ratio']:.0%} off"
+    return name

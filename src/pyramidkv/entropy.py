@@ -10,10 +10,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .errors import PyramidKVError
 from .scores import visit_attention
 
 EPSILON = 1e-12
 """Added to a weight inside of the logarithm, so that no attention adds no entropy."""
+
+
+class MeasurementError(PyramidKVError, ArithmeticError):
+    """Attention that cannot be measured; the message says why."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +61,9 @@ def measure_attention(
         keys: `[kv_heads, N, head_dim]`.
         scale, softcap: of the model's attention logits.
         sinks, recent: how many first and last tokens count as such.
+
+    Raises:
+        MeasurementError: the states have values that are no numbers.
     """
     kv_heads, tokens, head_dim = keys.shape
     query_heads, count, _ = queries.shape
@@ -68,6 +76,11 @@ def measure_attention(
         visit = _Sums(sums[:, one], received[one], tokens - count, sinks, recent)
         visit_attention(grouped[one], keys[one], None, scale, softcap, visit)
     sums /= count
+    if not bool(sums.isfinite().all()):
+        raise MeasurementError(
+            "the attention of this model is no number (NaN) in places, as in half precision when "
+            "values overflow; load it in another type, such as --dtype float32"
+        )
     entropy, sink_mass, recent_mass = sums.flatten(1)
     return AttentionStatistics(entropy, sink_mass, recent_mass, received / count)
 

@@ -17,11 +17,12 @@ from torch.nn import functional
 from transformers.cache_utils import CacheLayerMixin
 
 from .attention import LAYER_TAG
+from .compression import GROWTH_ROWS
 from .errors import CacheStateError
 from .plan import CachePlan
 from .rotary import move_keys
 from .selection import select
-from .storage import GROWTH_ROWS, RowStorage, right_aligned
+from .storage import RowStorage, right_aligned
 from .votes import Votes
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])

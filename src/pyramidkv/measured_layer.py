@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from .compression import GROWTH_ROWS
 from .entropy import effective_context
 from .layer import CompressedLayer, last_tokens, take_tokens
 from .plan import CachePlan
 from .selection import order
-from .storage import GROWTH_ROWS, RowStorage
+from .storage import RowStorage
 
 SLACK = 1.125
 """How much more than its share a layer may hold for a while: each shrinking is a copy."""
@@ -23,9 +24,9 @@ SLACK = 1.125
 class MeasuredLayer(CompressedLayer):
     """One full-attention layer of a cache whose schedule is measured on the prompt.
 
-    After its attention a layer is measured and keeps what is its share among the layers so far; the
-    layers before it then let go of what is no longer theirs. Tokens leave in the order of their
-    rank, so that those which stay are the same as if the share had been known from the start.
+    After its attention a layer is measured; the layers before it let go of what is no longer
+    theirs, and it keeps what is its share among the layers so far. Tokens leave in the order of
+    their rank, so that those which stay are the same as if the share had been known from the start.
     """
 
     def __init__(self, index: int, plan: CachePlan, earlier: list[MeasuredLayer]):
@@ -55,14 +56,14 @@ class MeasuredLayer(CompressedLayer):
             own_keys = last_tokens(keys[row : row + 1], count)[0]
             measured.append(effective_context(own, own_keys, scale, softcap))
         plan.measure(self.index, measured)
+        at_end = self.index == plan.layer_count - 1
+        for layer in self._earlier:  # first, so that there is room for this one
+            layer.shrink(at_end)
         super()._evict(voters, keys, values, scale, softcap)
         rows = max(plan.targets(self.index))
         padded = [functional.pad(part, (rows - part.shape[-1], 0)) for part in self._chosen]
-        at_end = self.index == plan.layer_count - 1
         self._ranks = None if at_end else torch.cat(padded)
         self._chosen = []
-        for layer in self._earlier:
-            layer.shrink(at_end)
 
     def _choose(
         self, keys: Tensor, keepable: int, target: int, score: Callable[[], Tensor]

@@ -189,7 +189,7 @@ def _recency(options: Options) -> Score:
 
 
 _SHARED_OPTIONS = frozenset({"window_size", "sink_tokens"})
-_OPTIONS_OF_ALLOCATIONS = {
+_OPTIONS_OF_ALLOCATIONS: dict[str, tuple[str, ...]] = {
     "beta": ("pyramid", "official"),
     "gamma": ("power",),
     "c_max": ("power",),
@@ -262,6 +262,11 @@ class Method:
                 f"{_IN_WORDS[capability]}; give a schedule profile (--schedule FILE) instead"
             )
 
+    def takes(self, option: str, allocation: str) -> bool:
+        """Say whether an option means something to this method with that allocation."""
+        allocations = _OPTIONS_OF_ALLOCATIONS.get(option, (allocation,))
+        return option in self.settable and allocation in allocations
+
     def with_options(self, **changes: Any) -> Method:
         """Return this method with some options changed.
 
@@ -283,8 +288,9 @@ class Method:
         allocation = changes.get("allocation", self.options.allocation)
         for name, allocations in _OPTIONS_OF_ALLOCATIONS.items():
             if name in changes and allocation not in allocations:
+                what = "a schedule profile" if name == "profile" else name
                 raise MethodError(
-                    f"{name} means nothing to {allocation!r} budgets; it is an option of "
+                    f"{what} means nothing to {allocation!r} budgets; it is an option of "
                     f"{allocations[0]!r}"
                 )
         options = dataclasses.replace(self.options, **changes)

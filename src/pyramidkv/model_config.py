@@ -21,7 +21,7 @@ from .support import UnsupportedModelError
 LARGEST_SIZE = 10**7
 """No width, head count or vocabulary is believed above this."""
 
-LARGEST_DEPTH = 10**5
+LARGEST_DEPTH = 10**4
 """No number of layers is believed above this."""
 
 LARGEST_CONTEXT = 10**9
@@ -103,9 +103,9 @@ def read_config(config: object, name: str) -> SimpleNamespace:
     """Return a model's configuration, checked and completed.
 
     The result has all fields of `CLASS_DEFAULTS`, under the names used there, and besides:
-    `experts` (0 for dense models), `dtype` (None if not given) and `within` (the `model_type` of
-    the model of text and images whose text model this is, or None). Of such a model, everything
-    is read from its `text_config`.
+    `experts` (0 for dense models), `dtype` (None if not given), `quantization` (how the weights are
+    quantised, or None) and `within` (the `model_type` of the model of text and images whose text
+    model this is, or None). Of such a model, everything is read from its `text_config`.
 
     Args:
         config: the mapping in a `config.json`, or a transformers configuration's `to_dict()`.
@@ -122,7 +122,7 @@ def read_config(config: object, name: str) -> SimpleNamespace:
         )
     model_type = _model_type(config, name)
     if model_type not in WRAPPERS:
-        return _complete(config, model_type, name, None, None)
+        return _complete(config, model_type, name, None, {})
     text = config.get("text_config")
     if not isinstance(text, Mapping):
         raise ConfigError(
@@ -133,8 +133,7 @@ def read_config(config: object, name: str) -> SimpleNamespace:
     inner = _model_type(text, name)
     if inner in WRAPPERS:
         raise _unknown(inner, name)
-    dtype = config.get("dtype") or config.get("torch_dtype")
-    return _complete(text, inner, name, model_type, dtype)
+    return _complete(text, inner, name, model_type, config)
 
 
 def _model_type(config: Mapping[str, Any], name: str) -> str:
@@ -156,8 +155,13 @@ def _unknown(model_type: object, name: str) -> UnsupportedModelError:
 
 
 def _complete(
-    config: Mapping[str, Any], model_type: str, name: str, within: str | None, dtype: object
+    config: Mapping[str, Any],
+    model_type: str,
+    name: str,
+    within: str | None,
+    around: Mapping[str, Any],
 ) -> SimpleNamespace:
+    """Complete a configuration; `around` is the one it lies in, if it does."""
     defaults = CLASS_DEFAULTS[model_type]
     given = {field: config[field] for field in defaults if field in config}
     for alias, field in _ALIASES.get(model_type, {}).items():
@@ -176,7 +180,11 @@ def _complete(
             continue
         _check_field(field, value, name)
     result = SimpleNamespace(model_type=model_type, within=within, **values)
-    result.dtype = _dtype(config.get("dtype") or config.get("torch_dtype") or dtype, name)
+    both = (config, around)
+    types = (c.get(field) for c in both for field in ("dtype", "torch_dtype"))
+    result.dtype = _dtype(next(filter(None, types), None), name)
+    quantized = (c.get("quantization_config") for c in both)
+    result.quantization = _quantization(next(filter(None, quantized), None), name)
     result.experts = next((values[f] for f in _EXPERT_COUNTS if f in values), 0)
     _derive(result, name)
     return result
@@ -219,6 +227,17 @@ def _dtype(value: object, name: str) -> str | None:
     if not isinstance(value, str):
         raise _wrong("dtype", value, "a type's name, such as 'bfloat16'", name)
     return value.removeprefix("torch.")
+
+
+def _quantization(value: object, name: str) -> str | None:
+    """Say how weights are quantised, in words."""
+    if value is None:
+        return None
+    if not isinstance(value, Mapping):
+        raise _wrong("quantization_config", value, "an object", name)
+    method = str(value.get("quant_method", "by an unnamed method"))
+    bits = value.get("bits")
+    return f"{method}, {bits} bits" if type(bits) is int else method
 
 
 def _derive(values: Any, name: str) -> None:

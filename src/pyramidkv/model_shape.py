@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from .model_config import ConfigError, read_config
 from .model_defaults import LATENT_MODEL_TYPES
-from .support import full_attention_layers, state_layers
+from .support import NothingToCompressError, full_attention_layers, state_layers
 from .weights import count_weights
 
 __all__ = ["ConfigError", "LayerShape", "ModelShape", "shape_fingerprint", "shape_of"]
@@ -72,6 +72,7 @@ class ModelShape:
         expert_parameters: those of all routed experts of all layers, within `parameters`.
         experts, experts_per_token: routed experts per layer, and how many a token passes through;
             None for dense models.
+        quantization: how the stored weights are quantised, such as `awq, 4 bits`, or None.
         within: `model_type` of the model of text and images whose text model this is, or None.
     """
 
@@ -91,6 +92,7 @@ class ModelShape:
     expert_parameters: int
     experts: int | None
     experts_per_token: int | None
+    quantization: str | None = None
     within: str | None = None
 
     @property
@@ -136,7 +138,7 @@ def shape_of(config: Mapping[str, Any], name: str) -> ModelShape:
 
     Raises:
         ConfigError: fields are missing, or have values no model can have.
-        UnsupportedModelError: the architecture is not known, or no layer can be compressed.
+        UnsupportedModelError: the architecture is not known or not supported.
     """
     values: Any = read_config(config, name)
     states = frozenset(state_layers(values))
@@ -159,6 +161,7 @@ def shape_of(config: Mapping[str, Any], name: str) -> ModelShape:
         expert_parameters=weights.routed,
         experts=values.experts if sparse else None,
         experts_per_token=values.num_experts_per_tok if sparse else None,
+        quantization=values.quantization,
         within=values.within,
     )
 
@@ -187,7 +190,10 @@ def _layers(values: Any, name: str, states: frozenset[int]) -> tuple[LayerShape,
     if values.model_type in LATENT_MODEL_TYPES:
         latent = LayerShape("latent", values.kv_lora_rank + values.qk_rope_head_dim)
         return tuple([latent] * values.num_hidden_layers)
-    full = frozenset(full_attention_layers(values))
+    try:
+        full = frozenset(full_attention_layers(values))
+    except NothingToCompressError:
+        full = frozenset()
     per_token = 2 * values.num_key_value_heads * values.head_dim
     others = set(range(values.num_hidden_layers)) - full - states
     kinds: dict[LayerKind, LayerShape] = {"full": LayerShape("full", per_token)}

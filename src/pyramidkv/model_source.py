@@ -17,6 +17,7 @@ from typing import Any, Literal
 from .errors import PyramidKVError, first_line
 from .model_defaults import WRAPPERS
 from .model_shape import ModelShape, shape_of
+from .records import read_json_object
 
 LARGEST_CONFIG = 16 * 2**20
 """Bytes above which a file is taken to be no configuration."""
@@ -236,27 +237,11 @@ def _damaged(path: Path) -> ModelSourceError:
 def _read_mapping(path: Path) -> dict[str, Any]:
     """Return the JSON object in a file of bounded size."""
     try:
-        _plain_size(path)
-        with path.open("rb") as file:
-            data = file.read(LARGEST_CONFIG + 1)
+        return read_json_object(path, LARGEST_CONFIG)
     except OSError as error:
         raise ModelSourceError(f"cannot read {str(path)!r}: {error.strerror}") from None
-    if len(data) > LARGEST_CONFIG:
-        raise ModelSourceError(
-            f"{str(path)!r} is larger than {LARGEST_CONFIG // 2**20} MiB, so it is no model's "
-            "configuration; give a config.json"
-        )
-    try:
-        value = json.loads(data.decode("utf-8-sig"))
-    except (ValueError, RecursionError) as error:
-        raise ModelSourceError(
-            f"{str(path)!r} is not JSON in UTF-8 ({first_line(error)}); give a config.json"
-        ) from None
-    if not isinstance(value, dict):
-        raise ModelSourceError(
-            f"{str(path)!r} holds a JSON {type(value).__name__}, not an object; give a config.json"
-        )
-    return value
+    except ValueError as error:
+        raise ModelSourceError(f"{str(path)!r} {error}; give a config.json") from None
 
 
 def _plain_size(path: Path) -> int:

@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from importlib.metadata import version
-from math import ceil
 from typing import Any
 
-from .compression import Compression
-from .deployment import CACHE_BYTES, WEIGHT_BYTES, Deployment, PlanError
+from .compression import GROWTH_ROWS, Compression, describe_method
+from .deployment import CACHE_BYTES, Deployment, PlanError
 from .model_shape import LayerShape, ModelShape, shape_fingerprint
-from .records import method_title
+from .stored_weights import StoredWeights
 from .support import TEXT_MODELS_WITHIN
 
 
@@ -38,13 +37,12 @@ def plan_memory(
         PlanError: the model has nothing to compress, or the machine does not fit the model.
         PyramidKVError: a compression does not fit the model or the prompt.
     """
-    planner = _Planner(shape, deployment, weight_bytes)
+    planner = _Planner(shape, deployment, StoredWeights.of(shape, deployment, weight_bytes))
     full = len(shape.compressible)
     if compressions and not full:
         raise PlanError(
-            f"{shape.name} has no layer with full attention to compress: its multi-head latent "
-            "attention (MLA) stores one compressed vector per token already; leave out the method "
-            "and the budget to plan its full cache"
+            f"{shape.name} has no layer that could be compressed: {_WHY[shape.layers[0].kind]}; "
+            "leave out the method and the budget to plan its cache"
         )
     for compression in compressions:
         compression.check(full, lambda: shape_fingerprint(shape))
@@ -54,18 +52,21 @@ def plan_memory(
     return {
         "versions": {"python": platform.python_version(), "pyramidkv": version("pyramidkv")},
         "model": _describe_model(shape),
-        "deployment": {**asdict(deployment), "kv_dtype": planner.kv_dtype, "dtype": planner.dtype},
-        "weights": {
-            "parameters": shape.parameters,
-            "bytes": planner.weight_bytes,
-            "counted_from": "stored weights" if planner.weights_are_stored else "configuration",
-        },
+        "deployment": {**asdict(deployment), "kv_dtype": planner.kv_dtype},
+        "weights": {"parameters": shape.parameters, **asdict(planner.weights)},
         "kv_bytes_per_token": shape.kv_values_per_token * planner.value_bytes,
         "kv_room_per_gpu": planner.room,
         "full": described[0],
         "plans": described[1:],
         "notes": [*planner.notes(), *_too_large(described, deployment.batch)],
     }
+
+
+_WHY = {
+    "latent": "multi-head latent attention (MLA) stores one compressed vector per token already",
+    "sliding": "sliding windows bound its layers already",
+    "state": "its layers hold states of fixed size",
+}
 
 
 def _describe_model(shape: ModelShape) -> dict[str, Any]:
@@ -75,47 +76,34 @@ def _describe_model(shape: ModelShape) -> dict[str, Any]:
         "shape": shape_fingerprint(shape),
         "context_length": shape.context_length,
         "layer_kinds": {kind: kinds.count(kind) for kind in dict.fromkeys(kinds)},
+        "full_attention_layers": list(shape.compressible),
         "sliding_window": next((la.window for la in shape.layers if la.window is not None), None),
         "experts": shape.experts,
         "experts_per_token": shape.experts_per_token,
     }
 
 
-@dataclass(frozen=True)
-class _Held:
-    """Tokens each layer of the model holds of one request, and bytes of states beside them."""
-
-    tokens: list[int]
-    state_bytes: int
-
-
 class _Planner:
     """One model on one machine."""
 
-    def __init__(self, shape: ModelShape, deployment: Deployment, weight_bytes: int | None):
-        self._shape, self._for = shape, deployment
-        self.dtype = deployment.dtype or _known_dtype(shape)
-        self.kv_dtype = deployment.kv_dtype or (
-            self.dtype if self.dtype in ("float32", "bfloat16", "float16") else "bfloat16"
-        )
+    def __init__(self, shape: ModelShape, deployment: Deployment, weights: StoredWeights):
+        self._shape, self._for, self.weights = shape, deployment, weights
+        in_16_or_32_bit = weights.dtype in ("float32", "bfloat16", "float16")
+        own = weights.dtype if weights.dtype and in_16_or_32_bit else "bfloat16"
+        self.kv_dtype = deployment.kv_dtype or own
         self.value_bytes = CACHE_BYTES[self.kv_dtype]
-        self.weights_are_stored = weight_bytes is not None and deployment.dtype is None
-        counted = ceil(shape.parameters * WEIGHT_BYTES[self.dtype])
-        self.weight_bytes = (
-            weight_bytes if self.weights_are_stored and weight_bytes is not None else counted
-        )
-        self._check_parallel()
+        if not self._is_allowed(deployment.tensor_parallel):
+            raise PlanError(
+                f"tensor_parallel is {deployment.tensor_parallel}, but {shape.name} has "
+                f"{shape.query_heads} query heads and {shape.kv_heads} KV heads; give a number "
+                "that divides the query heads, and divides the KV heads or is a multiple of them"
+            )
         self.room = self._room()
 
-    def _check_parallel(self) -> None:
-        heads, parts = self._shape.query_heads, self._for.tensor_parallel
-        kv_heads = self._shape.kv_heads
-        if heads % parts or (kv_heads % parts and parts % kv_heads):
-            raise PlanError(
-                f"tensor_parallel is {parts}, but {self._shape.name} has {heads} query heads and "
-                f"{kv_heads} KV heads; give a number that divides the query heads, and divides the "
-                "KV heads or is a multiple of them"
-            )
+    def _is_allowed(self, parts: int) -> bool:
+        """Say whether the heads can be shared out over so many GPUs."""
+        heads, kv_heads = self._shape.query_heads, self._shape.kv_heads
+        return heads % parts == 0 and (kv_heads % parts == 0 or parts % kv_heads == 0)
 
     @property
     def _copies(self) -> int:
@@ -135,60 +123,68 @@ class _Planner:
         if self._for.gpu_memory is None:
             return None
         usable = int(self._for.gpu_memory * self._for.utilization)
-        room = usable - -(-self.weight_bytes // gpus)
+        room = usable - -(-self.weights.bytes // gpus)
         if room <= 0:
-            least = self.weight_bytes // usable + 1 if usable else 1
+            heads = range(gpus + 1, self._shape.query_heads + 1)
+            enough = [n for n in heads if self._is_allowed(n) and n * usable > self.weights.bytes]
+            more = f"--tensor-parallel {enough[0]} or more, " if enough else ""
             raise PlanError(
-                f"the weights of {self._shape.name} take {self.weight_bytes / 1e9:.1f} GB, which "
+                f"the weights of {self._shape.name} take {self.weights.bytes / 1e9:.1f} GB, which "
                 f"do not fit into {gpus} x {usable / 1e9:.1f} GB ({self._for.utilization:.0%} of "
-                f"each GPU); give --tensor-parallel {least} or more, larger GPUs, or a smaller "
-                "--dtype"
+                f"each GPU); give {more}larger GPUs or a smaller --dtype"
             )
         return room
 
     def describe(self, compression: Compression | None) -> dict[str, Any]:
         """Return the figures of one compression, or of the full cache."""
-        context, deployment = self._for.context, self._for
-        layers = self._shape.compressible
-        schedule = [context] * len(layers)
+        context, batch = self._for.context, self._for.batch
+        layers = len(self._shape.compressible)
+        uncompressed = [context] * layers
+        schedule = uncompressed
         if compression is not None:
-            schedule = compression.schedule(len(layers), context)
-        prompt = self._held(schedule, context)
-        end = self._held(self._after_generation(schedule, compression), context, grown=True)
-        kept, at_end = self.kv_bytes(prompt), self.kv_bytes(end)
-        in_engine = kept if compression is None else self._peak_of_engine(prompt)
-        in_serving = self.kv_bytes(self._held([context] * len(layers), context))
-        budget = None if compression is None else _allowed(compression, len(layers), context)
-        result: dict[str, Any] = {
+            schedule = compression.schedule(layers, context)
+        kept = self._tokens(schedule, context)
+        at_end = self._tokens(
+            self._after_generation(schedule, compression), context + self._for.max_new_tokens
+        )
+        states = sum(layer.state_bytes(self.value_bytes) for layer in self._shape.layers)
+        held = self._kv_bytes(at_end) + states
+        peak = self._kv_bytes(kept)
+        allocated = held
+        if compression is not None:
+            peak = self._peak_of_engine(kept)
+            allocated += GROWTH_ROWS * self._width_of_shares()
+        one_by_one = max(held, self._kv_bytes(self._tokens(uncompressed, context)) + states)
+        return {
             "method": "full" if compression is None else compression.method.name,
             "compression": None if compression is None else compression.parameters(),
             "schedule": schedule,
             "schedule_total": sum(schedule),
-            "allowed_total": budget,
-            "kv_bytes_request": kept,
-            "kv_bytes_request_at_end": at_end,
-            "state_bytes_request": prompt.state_bytes,
-            "kv_bytes_batch": deployment.batch * kept,
-            "bytes_batch_per_gpu": self._per_gpu(deployment.batch * (kept + prompt.state_bytes)),
-            "peak_bytes_layer_by_layer": in_engine,
-            "peak_bytes_all_layers": in_serving,
+            "allowed_total": _allowed_total(compression, layers, context),
+            "kv_bytes_request": self._kv_bytes(kept),
+            "kv_bytes_request_at_end": self._kv_bytes(at_end),
+            "state_bytes_request": states,
+            "kv_bytes_batch": batch * self._kv_bytes(kept),
+            "bytes_batch_per_gpu": self._per_gpu(batch * (self._kv_bytes(kept) + states)),
+            "peak_bytes_together": batch * peak,
+            "peak_bytes_one_by_one": one_by_one + (batch - 1) * held - states * batch,
+            "requests_together": self._fit(0, max(peak + states, allocated)),
+            "requests_one_by_one": self._fit(one_by_one - held, held),
+            **self._decoding(self._kv_bytes(kept) + states),
         }
-        held = at_end + end.state_bytes
-        result["requests_layer_by_layer"] = self._requests(held, in_engine + prompt.state_bytes)
-        result["requests_all_layers"] = self._requests(held, in_serving + prompt.state_bytes)
-        result |= self._decoding(held)
-        return result
 
-    def _held(self, schedule: Sequence[int], context: int, grown: bool = False) -> _Held:
-        """Say what a request holds, given what the full-attention layers do."""
-        seen = context + self._for.max_new_tokens if grown else context
+    def _tokens(self, schedule: Sequence[int], seen: int) -> list[int]:
+        """Return the tokens that each layer of the model holds of a request.
+
+        Args:
+            schedule: tokens that the full-attention layers hold.
+            seen: tokens of the request so far, for the layers of other kinds.
+        """
         shares = iter(schedule)
-        tokens = [
+        return [
             next(shares) if layer.kind == "full" else _kept_elsewhere(layer, seen)
             for layer in self._shape.layers
         ]
-        states = sum(layer.state_bytes(self.value_bytes) for layer in self._shape.layers)
-        return _Held(tokens, states)
 
     def _after_generation(
         self, schedule: Sequence[int], compression: Compression | None
@@ -201,50 +197,52 @@ class _Planner:
         interval = compression.decode_interval
         return [min(n, bound + interval) for n, bound in zip(grown, bounds, strict=True)]
 
-    def kv_bytes(self, held: _Held) -> int:
-        """Return the bytes of keys and values, states not counted."""
+    def _kv_bytes(self, tokens: Sequence[int]) -> int:
         return sum(
-            tokens * layer.values_per_token * self.value_bytes
-            for tokens, layer in zip(held.tokens, self._shape.layers, strict=True)
+            count * layer.values_per_token * self.value_bytes
+            for count, layer in zip(tokens, self._shape.layers, strict=True)
         )
 
-    def _peak_of_engine(self, held: _Held) -> int:
+    def _width_of_shares(self) -> int:
+        """Return the bytes of one token in all full-attention layers."""
+        layers = (layer for layer in self._shape.layers if layer.kind == "full")
+        return sum(layer.values_per_token * self.value_bytes for layer in layers)
+
+    def _peak_of_engine(self, kept: Sequence[int]) -> int:
         """Return the most bytes of keys and values while layer after layer is compressed.
 
-        While a layer is being compressed there are its uncompressed states and what it keeps,
-        beside what the other layers keep. In pieces, its states are what it kept of earlier pieces
-        and the piece.
+        While a layer is being compressed there are its uncompressed states and what it keeps, with
+        room to grow, beside what the other layers keep. In pieces, its states are what it kept of
+        earlier pieces and the piece.
         """
         chunk, context = self._for.prefill_chunk, self._for.context
         in_pieces = chunk is not None and chunk < context
         most = 0
-        before = 0 if not in_pieces else self.kv_bytes(held)
-        for tokens, layer in zip(held.tokens, self._shape.layers, strict=True):
+        others = self._kv_bytes(kept) if in_pieces else 0
+        for tokens, layer in zip(kept, self._shape.layers, strict=True):
             width = layer.values_per_token * self.value_bytes
-            if not in_pieces:
-                most = max(most, before + (context + tokens) * width)
-                before += tokens * width
-            else:
-                assert chunk is not None
-                whole = min(tokens + chunk, context)
-                most = max(most, before + whole * width)
+            room = GROWTH_ROWS * width if layer.kind == "full" else 0
+            whole = min(tokens + chunk, context) if chunk is not None else context
+            if in_pieces:
+                others -= tokens * width
+            most = max(most, others + (whole + tokens) * width + room)
+            others += tokens * width + room
         return most
 
-    def _requests(self, held: int, peak: int) -> int | None:
-        """Return how many requests fit, if one prompt at a time is being processed."""
+    def _fit(self, more: int, each: int) -> int | None:
+        """Return how many requests fit, if one of them takes some bytes more than each does."""
         if self.room is None:
             return None
-        rest = self.room - self._per_gpu(peak)
-        return 0 if rest < 0 else 1 + rest // max(1, self._per_gpu(held))
+        return max(0, (self.room - self._per_gpu(more)) // max(1, self._per_gpu(each)))
 
     def _decoding(self, held: int) -> dict[str, Any]:
-        """Return what one decoding step of the whole batch reads, and what that allows at best."""
+        """Return what the batch's first decoding step reads, and what that allows at best."""
         shape, batch = self._shape, self._for.batch
         read = float(shape.decode_parameters)
         if shape.experts is not None and shape.experts_per_token is not None:
             once = shape.experts_per_token / shape.experts
             read += shape.expert_parameters * (1 - (1 - once) ** batch - once)
-        weights = read * self.weight_bytes / shape.parameters
+        weights = read * self.weights.bytes_per_parameter
         per_gpu = weights / self._for.tensor_parallel + self._per_gpu(batch * held)
         bound = None
         if self._for.bandwidth is not None:
@@ -258,11 +256,7 @@ class _Planner:
     def notes(self) -> list[str]:
         """Return what a reader of the figures must know, in sentences."""
         shape, deployment = self._shape, self._for
-        result = list(shape.notes)
-        if shape.dtype is None and deployment.dtype is None:
-            result.append(
-                f"the configuration names no type of the weights; {self.dtype} is assumed"
-            )
+        result = [*shape.notes, *self.weights.notes]
         seen = deployment.context + deployment.max_new_tokens
         if seen > shape.context_length:
             result.append(
@@ -295,30 +289,23 @@ class _Planner:
                 "experts read in a decoding step are those that a batch reaches on average if "
                 "every token chooses evenly"
             )
+        if self.room is not None:
+            result.append(
+                "what the model computes with beside weights and cache (activations, logits) is "
+                "not counted; leave room for it"
+            )
         return result
 
 
 def _too_large(described: Sequence[dict[str, Any]], batch: int) -> list[str]:
     """Say of which caches the batch does not fit."""
-    names = [
-        method_title(plan["compression"])
+    fit = {
+        describe_method(plan["compression"]): plan["requests_one_by_one"]
         for plan in described
-        if plan["requests_layer_by_layer"] is not None and plan["requests_layer_by_layer"] < batch
-    ]
-    if not names:
-        return []
-    return [f"a batch of {batch:,} does not fit with {' and '.join(names)}"]
-
-
-def _known_dtype(shape: ModelShape) -> str:
-    if shape.dtype is None:
-        return "bfloat16"
-    if shape.dtype not in WEIGHT_BYTES:
-        raise PlanError(
-            f"the configuration of {shape.name} has weights of type {shape.dtype!r}, whose size "
-            f"is not known here; name one with --dtype: {', '.join(WEIGHT_BYTES)}"
-        )
-    return shape.dtype
+        if plan["requests_one_by_one"] is not None
+    }
+    names = [name for name, requests in fit.items() if requests < batch]
+    return [f"{batch:,} requests do not fit with {' and '.join(names)}"] if names else []
 
 
 def _kept_elsewhere(layer: LayerShape, seen: int) -> int:
@@ -326,9 +313,10 @@ def _kept_elsewhere(layer: LayerShape, seen: int) -> int:
     return 0 if layer.kind == "state" else layer.kept_tokens(seen)
 
 
-def _allowed(compression: Compression, layers: int, context: int) -> int | None:
-    """Return the tokens that the budget allows in all; None if it is a list with its own total."""
-    options = compression.method.options
-    if not compression.method.evicts or options.allocation == "list":
+def _allowed_total(compression: Compression | None, layers: int, context: int) -> int | None:
+    """Return the tokens that the budget allows in all; None if nothing or a list is kept."""
+    if compression is None or not compression.method.evicts:
+        return None
+    if compression.method.options.allocation == "list":
         return None
     return layers * min(compression.budget_for(context), context)

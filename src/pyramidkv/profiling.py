@@ -18,7 +18,7 @@ from .generation import process
 from .measure import machine, versions
 from .methods import METHODS, Options
 from .model_shape import shape_fingerprint
-from .prompts import check_length, check_text, check_tokenizer, context_length
+from .prompts import check_text, check_tokenizer, context_length
 from .schedule_profile import ScheduleProfile
 from .selection import order
 from .support import check_model, full_attention_layers
@@ -28,6 +28,9 @@ BUDGETS = (64, 128, 256, 512, 1024)
 
 FUNNEL = 0.5
 """A rank correlation of entropy and depth beyond this is called a trend."""
+
+FEWEST_LAYERS = 4
+"""With fewer, chance alone makes a trend."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +83,12 @@ def profile_attention(
     full = full_attention_layers(model.config)
     protected = window_size + sink_tokens
     _check_sizes(length, samples, window_size, sink_tokens)
-    check_length(length, context_length(model.config), 0)
+    limit = context_length(model.config)
+    if limit is not None and length > limit:
+        raise PromptError(
+            f"a sample of {length:,} tokens is longer than this model's context of {limit:,}; give "
+            "a smaller length"
+        )
     told = [b for b in BUDGETS if protected < b < length] if budgets is None else list(budgets)
     if not all(protected <= budget <= length for budget in told):
         raise PromptError(
@@ -297,13 +305,14 @@ def describe_trend(entropy: Sequence[float], effective: Sequence[float]) -> dict
         entropy, effective: bits and effective tokens per layer, lowest first.
 
     Returns:
-        `verdict` ("funnel": entropy falls with depth, "widens", or "no trend"), `correlation`
+        `verdict` ("funnel": entropy falls with depth, "widens", "no trend", or "too few layers"
+        to tell), `correlation`
         (Spearman's of entropy and depth), and the mean effective tokens of the `lower`, `middle`
         and `upper` third.
     """
     correlation = _rank_correlation(entropy)
-    verdict = "no trend"
-    if abs(correlation) > FUNNEL:
+    verdict = "no trend" if len(entropy) >= FEWEST_LAYERS else "too few layers"
+    if abs(correlation) > FUNNEL and len(entropy) >= FEWEST_LAYERS:
         verdict = "funnel" if correlation < 0 else "widens"
     third = -(-len(effective) // 3)
     parts = {

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from .errors import first_line
 
 
 @contextmanager
@@ -44,19 +46,35 @@ def write_json(path: Path, value: Any) -> None:
     Raises:
         OSError: the folder does not exist or cannot be written.
     """
+    try:
+        data = json.dumps(value, indent=2, ensure_ascii=False).encode()
+    except UnicodeEncodeError:  # names of files need be no valid text
+        data = json.dumps(value, indent=2).encode()
     with replacing(path) as temporary:
-        temporary.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", "utf-8")
+        temporary.write_bytes(data + b"\n")
 
 
-def method_title(parameters: Mapping[str, Any] | None) -> str:
-    """Name a method and how much it keeps, from `Compression.parameters`; None: the full cache."""
-    if parameters is None:
-        return "full"
-    if parameters["budget"] is not None:
-        return f"{parameters['method']} {parameters['budget']}"
-    if parameters["compression_ratio"] is not None:
-        return f"{parameters['method']} {parameters['compression_ratio']:.0%} off"
-    return str(parameters["method"])
+def read_json_object(path: Path, most_bytes: int) -> dict[str, Any]:
+    """Return the JSON object in a file of bounded size.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it is no plain file, too large, no JSON in UTF-8, or no object; the message says
+            which, to be put behind the file's name.
+    """
+    if path.exists() and not path.is_file():
+        raise ValueError("is no plain file")
+    with path.open("rb") as file:
+        data = file.read(most_bytes + 1)
+    if len(data) > most_bytes:
+        raise ValueError(f"is larger than {most_bytes // 2**20} MiB")
+    try:
+        value = json.loads(data.decode("utf-8-sig"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"is not JSON in UTF-8 ({first_line(error)})") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"holds a JSON {type(value).__name__}, not an object")
+    return value
 
 
 def format_both(count: int) -> str:

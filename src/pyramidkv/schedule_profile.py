@@ -6,16 +6,15 @@ A profile says how many tokens each full-attention layer's attention spreads ove
 
 from __future__ import annotations
 
-import json
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from math import isfinite
 from pathlib import Path
 from typing import Any
 
 from .budgets import Entropy
 from .errors import PyramidKVError
-from .records import write_json
+from .records import read_json_object, write_json
 
 FORMAT = "pyramidkv-schedule"
 VERSION = 1
@@ -84,18 +83,15 @@ class ScheduleProfile:
         """
         name = repr(str(path))
         try:
-            with Path(path).open("rb") as file:
-                data = file.read(MAX_BYTES + 1)
+            return cls.from_dict(read_json_object(Path(path), MAX_BYTES))
         except OSError as error:
             raise ProfileError(f"cannot read {name}: {error.strerror or error}") from None
-        try:
-            stored = json.loads(data.decode("utf-8")) if len(data) <= MAX_BYTES else None
-        except (ValueError, RecursionError):
-            stored = None
-        try:
-            return cls.from_dict(stored)
         except ProfileError as error:
             raise ProfileError(f"{name} is no schedule profile: {error}") from None
+        except ValueError as error:
+            raise ProfileError(
+                f"{name} {error}; give a file that pyramidkv profile wrote with --save-schedule"
+            ) from None
 
     @classmethod
     def from_dict(cls, stored: Any) -> ScheduleProfile:
@@ -115,6 +111,8 @@ class ScheduleProfile:
         shape = model.get("shape") if isinstance(model, dict) else None
         if not isinstance(name, str) or not isinstance(measured, dict):
             raise ProfileError("it does not say what was measured")
+        if not all(_is_plain(value) for value in measured.values()):
+            raise ProfileError("what it says about how it was measured is no list of plain values")
         if not isinstance(shape, dict) or not all(
             isinstance(value, int | str | None) for value in shape.values()
         ):
@@ -170,9 +168,17 @@ def _numbers(stored: dict[str, Any], name: str) -> list[float]:
     if not isinstance(values, list) or not values:
         raise ProfileError(f"it has no list {name!r}")
     for value in values:
-        if type(value) not in (int, float) or not isfinite(value):
-            raise ProfileError(f"its {name!r} has the entry {value!r}, which is no finite number")
+        # an integer may be larger than any float
+        if type(value) not in (int, float) or not abs(value) <= sys.float_info.max:
+            shown = repr(value) if len(repr(value)) <= 40 else f"{repr(value)[:37]}..."
+            raise ProfileError(f"its {name!r} has the entry {shown}, which is no finite number")
     return [float(value) for value in values]
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, list):
+        return all(_is_plain(part) for part in value)
+    return isinstance(value, int | float | str | None)
 
 
 def _frozen(value: Any) -> Any:

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-GROWTH_ROWS = 64
-"""Rows of room a layer's storage has after the prompt, and gains each time it is full."""
+from .compression import GROWTH_ROWS
 
 
 class RowStorage:

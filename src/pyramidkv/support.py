@@ -47,6 +47,10 @@ class UnsupportedModelError(PyramidKVError, ValueError):
     """The model cannot be compressed; the message names it and those that can."""
 
 
+class NothingToCompressError(UnsupportedModelError):
+    """The model is known and has no layer with full attention."""
+
+
 def check_model(model: object) -> None:
     """Raise `UnsupportedModelError` if this is no loaded model."""
     from transformers import PreTrainedModel
@@ -70,7 +74,8 @@ def full_attention_layers(config: PreTrainedConfig) -> list[int]:
     Sliding-window layers and those with a state of fixed size are bounded already and left alone.
 
     Raises:
-        UnsupportedModelError: the architecture is not supported, or no layer can be compressed.
+        UnsupportedModelError: the architecture is not supported.
+        NothingToCompressError: it is, but no layer can be compressed.
     """
     model_type = config.model_type
     if model_type not in SUPPORTED_MODEL_TYPES:
@@ -104,7 +109,7 @@ def full_attention_layers(config: PreTrainedConfig) -> list[int]:
         )
     layers = [index for index, kind in enumerate(kinds) if kind == "full_attention"]
     if not layers:
-        raise UnsupportedModelError(
+        raise NothingToCompressError(
             f"no layer of this {model_type} model has full attention, so there is nothing to "
             "compress"
         )

@@ -38,11 +38,9 @@ def ask(
     if query_aware and (load is not None or not questions):
         why = "a saved context is compressed already" if load is not None else "none is given"
         raise inputs.InputError(f"--query-aware lets the first question vote, but {why}")
-    if save is not None and output is not None and save.resolve() == output.resolve():
-        raise inputs.InputError(f"--save and --output are both {str(save)!r}; name two files")
-    inputs.check_output(output, context or load)
-    inputs.check_spares_model(model, output, save)
-    inputs.check_output(save, context, "--save")
+    # A context that is loaded is in memory before anything is saved, so that it may be replaced.
+    inputs.check_files({"--output": output}, [context, load, given["schedule"]], model)
+    inputs.check_files({"--save": save, "--output": output}, [context, given["schedule"]], model)
 
     options.quiet_transformers()
     from transformers import set_seed

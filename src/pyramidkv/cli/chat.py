@@ -106,8 +106,8 @@ def _leaves(line: str, conversation: Chat, document: Path | None) -> bool:
         typer.echo("the turns are forgotten; the document stays", err=True)
     elif command == "/save" and argument.strip():
         path = Path(argument.strip()).expanduser()
-        inputs.check_output(path, document, "/save")
-        inputs.check_spares_model(conversation.context.model.config._name_or_path, path)
+        model = conversation.context.model.config._name_or_path
+        inputs.check_files({"/save": path}, [document], model)
         conversation.save(path)
         typer.echo(f"saved as {str(path)!r}", err=True)
     elif command == "/save":

@@ -32,7 +32,7 @@ def demo(
     """
     runs = [make_compression("full")]
     runs += [make_compression(name, budget) for name in ("pyramidkv", "streamingllm")]
-    inputs.check_output(output)
+    inputs.check_files({"--output": output})
     if document_tokens < 1:
         raise inputs.InputError(f"--document-tokens is {document_tokens}; it must be at least 1")
 

@@ -11,7 +11,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from ..records import format_bytes, method_title
+from ..compression import describe_method
+from ..records import format_bytes
 
 
 def console(stderr: bool = False) -> Console:
@@ -27,11 +28,42 @@ def plain_table(*columns: str) -> Table:
     return table
 
 
+def wide_tables(
+    first: Sequence[str], columns: Sequence[tuple[str, Sequence[str]]], width: int, corner: str = ""
+) -> Iterator[Table]:
+    """Yield a table, or several that stand below each other, so that no figure is cut off.
+
+    Args:
+        first: the rows' names.
+        columns: title and cells of each column.
+        width: characters that a line may have.
+        corner: title of the rows' names.
+    """
+    gap = 2
+    names = max(len(corner), *map(len, first))
+    waiting = list(columns)
+    while waiting:
+        left = width - names
+        taken: list[tuple[str, Sequence[str]]] = []
+        while waiting:
+            title, cells = waiting[0]
+            left -= gap + max(len(title), *map(len, cells))
+            if taken and left < 0:
+                break
+            taken.append(waiting.pop(0))
+        table = plain_table(corner)
+        for title, _ in taken:
+            table.add_column(title, justify="right", no_wrap=True)
+        for name, *cells in zip(first, *(cells for _, cells in taken), strict=True):
+            table.add_row(name, *cells)
+        yield table
+
+
 def results_table(records: Sequence[dict[str, Any]]) -> Table:
     """Return a table with one column per run, from their records."""
     table = plain_table("")
     for record in records:
-        table.add_column(method_title(record["compression"]), justify="right")
+        table.add_column(describe_method(record["compression"]), justify="right")
 
     def row(name: str, value: Callable[[dict[str, Any]], str]) -> None:
         table.add_row(name, *(value(record) for record in records))
@@ -47,9 +79,9 @@ def results_table(records: Sequence[dict[str, Any]]) -> Table:
     return table
 
 
-def schedule_lines(schedule: Sequence[int]) -> Iterator[str]:
-    """Yield a schedule as a bar chart, one line per layer."""
-    for layer, line in enumerate(bars(schedule, "{:,}")):
+def schedule_lines(schedule: Sequence[int], layers: Sequence[int]) -> Iterator[str]:
+    """Yield a schedule as a bar chart, one line per layer; `layers` are their numbers."""
+    for layer, line in zip(layers, bars(schedule, "{:,}"), strict=True):
         yield f"  layer {layer:>3}  {line}"
 
 

@@ -41,7 +41,7 @@ def generate(
     compression = options.compression_from(given)
     inputs.check_seed(seed)
     text = inputs.read_prompt(prompt, prompt_file, source)
-    inputs.check_output(output, prompt_file)
+    inputs.check_files({"--output": output}, [prompt_file, given["schedule"]], model)
     if dry_run and (output is not None or compare):
         raise inputs.InputError(
             "--dry-run runs nothing, so it takes neither --output nor --compare"
@@ -63,8 +63,10 @@ def generate(
     compression.check(len(layers), lambda: shape_fingerprint(config.to_dict()))
     if dry_run or not compression.measured:
         schedule = compression.schedule(len(layers), ids.shape[1])
+    else:
+        compression.cascade(len(layers), ids.shape[1])  # refuses what does not fit the prompt
     if dry_run:
-        show_schedule(compression, schedule, ids.shape[1], prefill_chunk)
+        show_schedule(compression, schedule, layers, ids.shape[1], prefill_chunk)
         return
     loaded = options.load_model(model, given)
     settings = {"max_new_tokens": max_new_tokens, "temperature": temperature, "chat": chat}
@@ -115,13 +117,14 @@ def run(
 def show_schedule(
     compression: Compression,
     schedule: list[int],
+    layers: list[int],
     prompt_tokens: int,
     prefill_chunk: int | None = None,
 ) -> None:
     """Print what each layer would keep of a prompt."""
     out = display.console()
     out.print(f"{compression.method.name}, prompt of {prompt_tokens:,} tokens, kept per layer:")
-    for line in display.schedule_lines(schedule):
+    for line in display.schedule_lines(schedule, layers):
         out.print(line)
     explicit = compression.method.options.allocation == "list"
     if explicit or not compression.method.evicts:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping
 from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -67,42 +67,66 @@ def _decode(data: bytes, name: str) -> str:
         ) from None
 
 
-def check_output(path: Path | None, source: Path | None = None, option: str = "--output") -> None:
-    """Refuse an output file that could not be written, or that is the source, before any work.
+def check_files(
+    written: Mapping[str, Path | None],
+    read: Iterable[Path | None] = (),
+    model: str | None = None,
+) -> None:
+    """Refuse files that could not be written or would destroy others, before any work.
+
+    Args:
+        written: what is to be written, by the option it was given with.
+        read: what is read.
+        model: what the model was given as.
 
     Raises:
-        InputError: it is no plain file, is the source, or its folder is missing or read-only.
+        InputError: a file is no plain file, has no folder that can be written to, is read, is the
+            same as another, or belongs to the model.
     """
-    if path is None:
-        return
+    sources = {path.resolve() for path in read if path is not None}
+    taken: dict[Path, str] = {}
+    for option, path in written.items():
+        if path is None:
+            continue
+        _check_can_write(path)
+        target = path.resolve()
+        if target in sources:
+            raise InputError(f"{option} {str(path)!r} is the file that is read; name another")
+        if target in taken:
+            raise InputError(f"{taken[target]} and {option} are both {str(path)!r}; name two files")
+        if model is not None and _belongs_to_model(target, Path(model).resolve()):
+            raise InputError(f"{str(path)!r} is a file of the model; name another")
+        taken[target] = option
+
+
+def _check_can_write(path: Path) -> None:
     folder = path.resolve().parent
     try:
         if str(path) == "-" or (path.exists() and not path.is_file()):
             raise InputError(f"cannot write {str(path)!r}: it is no plain file; name one")
         if not folder.is_dir():
             raise InputError(f"cannot write {str(path)!r}: it has no folder {str(folder)!r}")
-        if source is not None and path.resolve() == source.resolve():
-            raise InputError(f"{option} {str(path)!r} is the file that is read; name another")
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
         raise InputError(f"cannot write {str(path)!r}: {error.strerror}") from None
 
 
-def check_spares_model(model: str, *paths: Path | None) -> None:
-    """Refuse to write over a file of the model.
+def _belongs_to_model(target: Path, model: Path) -> bool:
+    inside = model.is_dir() and target.parent == model and target.exists()
+    return target == model or inside
+
+
+def check_picture(path: Path | None) -> None:
+    """Refuse a picture that could not be drawn, before any work.
 
     Raises:
-        InputError: a path is the model's GGUF file, or an existing file in the model's folder.
+        PlotError: it is none of the formats, or matplotlib is missing.
     """
-    source = Path(model).resolve()
-    for path in paths:
-        if path is None:
-            continue
-        target = path.resolve()
-        inside = source.is_dir() and target.parent == source and target.exists()
-        if target == source or inside:
-            raise InputError(f"{str(path)!r} is a file of the model; name another")
+    if path is not None:
+        from ..plots import style
+
+        style.check_picture(path)
 
 
 def write_output(path: Path | None, value: Any) -> None:
@@ -117,46 +141,6 @@ def write_output(path: Path | None, value: Any) -> None:
         write_json(path, value)
     except OSError as error:
         raise InputError(f"cannot write {str(path)!r}: {error.strerror}") from None
-
-
-def check_outputs(paths: dict[str, Path | None], sources: Sequence[Path]) -> None:
-    """Refuse files that could not be written, are read, or are the same, before any work.
-
-    Args:
-        paths: by the option each was given with.
-        sources: what is read.
-
-    Raises:
-        InputError: as `check_output`, or two of the files are the same.
-    """
-    taken: dict[Path, str] = {}
-    for option, path in paths.items():
-        if path is None:
-            continue
-        for source in sources:
-            check_output(path, source, option)
-        if path.resolve() in taken:
-            raise InputError(
-                f"{taken[path.resolve()]} and {option} are both {str(path)!r}; name two files"
-            )
-        taken[path.resolve()] = option
-
-
-def check_picture(path: Path | None, output: Path | None = None) -> None:
-    """Refuse a picture that could not be drawn or written, before any work.
-
-    Raises:
-        InputError: as `check_output`, or it is the file that the record goes to.
-        PlotError: it is none of the formats, or matplotlib is missing.
-    """
-    if path is None:
-        return
-    from ..plots import style
-
-    style.check_picture(path)
-    check_output(path)
-    if output is not None and path.resolve() == output.resolve():
-        raise InputError(f"the record and the picture would both be {str(path)!r}; name two files")
 
 
 def write_picture(path: Path, figure: Figure) -> None:

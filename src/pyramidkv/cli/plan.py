@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..compression import Compression, make_compression
+from ..compression import Compression, describe_method, make_compression
 from ..deployment import CACHE_BYTES, UTILIZATION, WEIGHT_BYTES, Deployment
+from ..methods import get_method
 from ..model_source import find_model, preset_names
 from ..planning import plan_memory
-from ..records import format_both, format_bytes, method_title
+from ..records import format_both, format_bytes
 from . import display, inputs, options
 
 if TYPE_CHECKING:
@@ -36,8 +37,8 @@ def plan(
         str | None, typer.Option(help="Memory of each GPU, such as 80GB or 80GiB.")
     ] = None,
     gpu_utilization: Annotated[
-        float, typer.Option(help="Fraction of a GPU's memory that may be used.")
-    ] = UTILIZATION,
+        float | None, typer.Option(help=f"Fraction of it that may be used ({UTILIZATION}).")
+    ] = None,
     kv_memory: Annotated[
         str | None, typer.Option(help="Memory for the cache on all GPUs, instead: such as 40GB.")
     ] = None,
@@ -53,18 +54,20 @@ def plan(
     ] = None,
     compare: Annotated[
         str | None,
-        typer.Option(help="Methods side by side, such as snapkv,pyramidkv,pyramidkv-official."),
+        typer.Option(help="METHOD[:ALLOCATION] side by side, such as snapkv,pyramidkv,h2o:power."),
     ] = None,
     output: options.Output = None,
     plot: options.Plot = None,
     **given: Any,
 ) -> None:
     """Show memory, schedule and decoding limits from a model's config.json; runs nothing."""
-    if model == "presets":
+    if model == "presets" and context is None:
         typer.echo("\n".join(preset_names()))
         return
     if context is None:
         raise inputs.InputError("give the length of a prompt with --context, in tokens")
+    if gpu_utilization is not None and gpu_memory is None:
+        raise inputs.InputError("--gpu-utilization is a fraction of --gpu-memory; give that too")
     deployment = Deployment(
         context=context,
         batch=batch,
@@ -73,15 +76,14 @@ def plan(
         kv_dtype=kv_dtype,
         tensor_parallel=tensor_parallel,
         gpu_memory=inputs.byte_count(gpu_memory, "--gpu-memory"),
-        utilization=gpu_utilization,
+        utilization=UTILIZATION if gpu_utilization is None else gpu_utilization,
         kv_memory=inputs.byte_count(kv_memory, "--kv-memory"),
         bandwidth=inputs.bytes_per_second(bandwidth, "--bandwidth"),
         prefill_chunk=given["prefill_chunk"],
     )
     compressions = _compressions(given, compare)
-    inputs.check_output(output)
-    inputs.check_picture(plot, output)
-    inputs.check_spares_model(model, output, plot)
+    inputs.check_files({"--output": output, "--plot": plot}, [given["schedule"]], model)
+    inputs.check_picture(plot)
     source = find_model(model)
     record = plan_memory(source.shape, deployment, compressions, source.weight_bytes)
     record["notes"] += source.notes
@@ -95,7 +97,7 @@ def plan(
 
 
 def _compressions(given: dict[str, Any], compare: str | None) -> list[Compression]:
-    """Return what to compare with the full cache: nothing, if no method and no amount is given."""
+    """Return what stands beside the full cache: nothing, if no method and no amount is given."""
     chosen = options.method_options(given)
     amounts = {name: given[name] for name in options.AMOUNTS.options}
     amounts.pop("prefill_chunk")
@@ -103,21 +105,46 @@ def _compressions(given: dict[str, Any], compare: str | None) -> list[Compressio
     if compare is not None:
         if method is not None:
             raise inputs.InputError("give one --method or several to --compare; both given")
-        listed = inputs.names(compare)
-        if not listed:
-            raise inputs.InputError("--compare names no method; give such as snapkv,pyramidkv")
-    elif method is None and not chosen and all(value is None for value in amounts.values()):
+        return _compared(inputs.names(compare), amounts, chosen)
+    if method is None and not chosen and all(value is None for value in amounts.values()):
         return []
-    else:
-        listed = [method or "pyramidkv"]
-    return [make_compression(name, **amounts, **chosen) for name in listed]
+    compression = make_compression(method or "pyramidkv", **amounts, **chosen)
+    return [compression] if compression.method.evicts else []
+
+
+def _compared(
+    listed: list[str], amounts: dict[str, Any], chosen: dict[str, Any]
+) -> list[Compression]:
+    """Return the methods to compare; each takes those options that mean something to it."""
+    if not listed:
+        raise inputs.InputError("--compare names no method; give such as snapkv,pyramidkv")
+    result = []
+    unused = set(chosen)
+    for item in listed:
+        name, _, allocation = item.partition(":")
+        method = get_method(name)
+        own = dict(chosen)
+        if allocation:
+            own["allocation"] = allocation
+        allocation = own.get("allocation", method.options.allocation)
+        own = {key: own[key] for key in own if method.takes(key, allocation)}
+        unused -= set(own)
+        own_amounts = amounts if method.evicts else {}
+        result.append(make_compression(name, **own_amounts, **own))
+    if unused:
+        option = sorted(unused)[0].replace("profile", "schedule").replace("_", "-")
+        raise inputs.InputError(
+            f"none of the methods compared takes --{option}; a method can be given an allocation, "
+            "such as snapkv:entropy for --schedule"
+        )
+    return [compression for compression in result if compression.method.evicts]
 
 
 _LEGEND = (
-    "peak: most KV cache while a prompt is processed, if each layer is compressed before the next "
-    "one runs (pyramidkv with transformers), or if all layers hold the prompt until it is complete "
-    "(serving in chunks); fit: requests at once, one of them at its peak; step: one token for each "
-    "request of the batch"
+    "together: all prompts of the batch are processed at once, and each layer is compressed before "
+    "the next one runs (pyramidkv with transformers; its room to grow is counted); one by one: a "
+    "prompt lies uncompressed in all layers until it is complete, beside the others (serving in "
+    "chunks); fit: as many requests as fit; step: one token for each request of the batch"
 )
 
 
@@ -126,19 +153,25 @@ def show(record: dict[str, Any]) -> None:
     out = display.console()
     for line in _heading(record):
         out.print(line, soft_wrap=True)
-    out.print()
-    out.print(_table(record))
+    for table in _tables(record, out.width):
+        out.print()
+        out.print(table)
     out.print(f"\n{_LEGEND}", soft_wrap=True)
     for note in record["notes"]:
         out.print(f"note: {note}", soft_wrap=True)
-    plans = record["plans"]
+    plans, layers = record["plans"], record["model"]["full_attention_layers"]
     if len(plans) == 1:
-        out.print(f"\n{plans[0]['method']}, tokens kept per layer:")
-        for line in display.schedule_lines(plans[0]["schedule"]):
+        out.print(f"\n{describe_method(plans[0]['compression'])}, tokens kept per layer:")
+        for line in display.schedule_lines(plans[0]["schedule"], layers):
             out.print(line)
     elif plans:
         out.print("\nTokens kept per layer:")
-        out.print(_schedules(plans))
+        columns = [
+            (describe_method(plan["compression"]), [f"{kept:,}" for kept in plan["schedule"]])
+            for plan in plans
+        ]
+        for table in display.wide_tables(list(map(str, layers)), columns, out.width, "layer"):
+            out.print(table)
 
 
 def _heading(record: dict[str, Any]) -> list[str]:
@@ -152,8 +185,7 @@ def _heading(record: dict[str, Any]) -> list[str]:
     return [
         f"{model['name']}: {shape['model_type']}, {kinds} layers, {shape['query_heads']} query and "
         f"{shape['kv_heads']} KV heads x {shape['head_dim']}, context {model['context_length']:,}",
-        f"Weights: {weights['parameters']:,} parameters, {format_both(weights['bytes'])} in "
-        f"{deployment['dtype']}, from the {weights['counted_from']}",
+        f"Weights: {weights['parameters']:,} parameters, {_weights(weights)}",
         f"KV cache: {record['kv_bytes_per_token']:,} bytes per token in {deployment['kv_dtype']}",
         f"Requests: {request}; batch {deployment['batch']:,}"
         + (f"; {gpus} GPUs share each layer" if gpus > 1 else ""),
@@ -168,18 +200,23 @@ _KINDS = {
 }
 
 
-def _table(record: dict[str, Any]) -> Table:
+def _weights(weights: dict[str, Any]) -> str:
+    size = format_both(weights["bytes"])
+    if weights["counted_from"] == "configuration":
+        return f"{size} in {weights['dtype']}"
+    return f"{size} stored, {weights['bytes'] / weights['parameters']:.2f} bytes per parameter"
+
+
+def _tables(record: dict[str, Any], width: int) -> Iterator[Table]:
     deployment = record["deployment"]
     plans = [record["full"], *record["plans"]]
-    table = display.plain_table("")
-    for described in plans:
-        table.add_column(method_title(described["compression"]), justify="right")
-
-    def row(name: str, value: Callable[[dict[str, Any]], str]) -> None:
-        table.add_row(name, *(value(described) for described in plans))
-
     full = record["full"]
     size = format_both if len(plans) <= 2 else format_bytes
+    rows: dict[str, list[str]] = {}
+
+    def row(name: str, value: Callable[[dict[str, Any]], str]) -> None:
+        rows[name] = [value(plan) for plan in plans]
+
     if full["schedule"]:
         row("kept, first layer", lambda p: f"{p['schedule'][0]:,}")
         row("kept, last layer", lambda p: f"{p['schedule'][-1]:,}")
@@ -196,16 +233,20 @@ def _table(record: dict[str, Any]) -> Table:
         row("of the batch", lambda p: size(p["kv_bytes_batch"]))
     if deployment["tensor_parallel"] > 1:
         row("of batch, per GPU", lambda p: size(p["bytes_batch_per_gpu"]))
-    row("peak, layer by layer", lambda p: size(p["peak_bytes_layer_by_layer"]))
-    row("peak, all layers", lambda p: size(p["peak_bytes_all_layers"]))
+    row("peak, together", lambda p: size(p["peak_bytes_together"]))
+    row("peak, one by one", lambda p: size(p["peak_bytes_one_by_one"]))
     if record["kv_room_per_gpu"] is not None:
-        row("fit, layer by layer", lambda p: f"{p['requests_layer_by_layer']:,}")
-        row("fit, all layers", lambda p: f"{p['requests_all_layers']:,}")
+        row("fit, together", lambda p: f"{p['requests_together']:,}")
+        row("fit, one by one", lambda p: f"{p['requests_one_by_one']:,}")
     row("step reads, weights", lambda p: size(p["decode_weight_bytes"]))
     row("step reads, cache", lambda p: size(p["decode_kv_bytes"]))
     if deployment["bandwidth"] is not None:
         row("tokens/s at most", lambda p: f"{p['tokens_per_second_at_most']:,.1f}")
-    return table
+    columns = [
+        (describe_method(plan["compression"]), [cells[i] for cells in rows.values()])
+        for i, plan in enumerate(plans)
+    ]
+    return display.wide_tables(list(rows), columns, width)
 
 
 def _against_budget(described: dict[str, Any]) -> str:
@@ -217,12 +258,3 @@ def _against_budget(described: dict[str, Any]) -> str:
         if described["schedule_total"] == allowed
         else (f"{described['schedule_total'] / allowed - 1:+.1%}")
     )
-
-
-def _schedules(plans: Sequence[dict[str, Any]]) -> Table:
-    table = display.plain_table("layer")
-    for described in plans:
-        table.add_column(method_title(described["compression"]), justify="right")
-    for layer, kept in enumerate(zip(*(p["schedule"] for p in plans), strict=True)):
-        table.add_row(str(layer), *(f"{count:,}" for count in kept))
-    return table

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -53,9 +54,9 @@ def profile(
             raise inputs.InputError(f"the text {str(path)!r} is given twice; give each once")
         texts[str(path)] = inputs.read_text(path)
     told = None if budgets is None else inputs.whole_numbers(budgets, "--budgets")
-    inputs.check_outputs({"--save-schedule": save_schedule, "--output": output}, paths)
-    inputs.check_picture(plot, output)
-    inputs.check_spares_model(model, save_schedule, output, plot)
+    written = {"--save-schedule": save_schedule, "--output": output, "--plot": plot}
+    inputs.check_files(written, paths, model)
+    inputs.check_picture(plot)
 
     options.quiet_transformers()
     from .. import loading
@@ -97,38 +98,36 @@ def show(record: dict[str, Any]) -> None:
         else (f"the last {record['window_size']} queries")
     )
     out.print(
-        f"Attention of {queries}, {len(record['samples'])} samples of {record['length']:,} tokens. "
+        f"Attention of {queries}; samples of {record['length']:,} tokens: "
+        f"{len(record['samples'])}. "
         "Entropy in bits, the mean over heads and samples, and effective tokens (2^entropy); "
         f"attention in % on the first {record['sink_tokens']} tokens, on the last "
         f"{record['window_size']}, and on what each budget would keep.\n",
         soft_wrap=True,
     )
-    out.print(_layers(record))
+    for table in _layers(record, out.width):
+        out.print(table)
     out.print("\nAttention kept on average, in %, by allocation:")
     out.print(_allocations(record))
-    out.print(f"\n{describe_trend(record['trend'])}", soft_wrap=True)
+    out.print(f"\n{trend_in_words(record['trend'])}", soft_wrap=True)
 
 
-def _layers(record: dict[str, Any]) -> Table:
-    table = display.plain_table("layer")
-    budgets = list(record["layers"][0]["attention_kept"])
-    for column in ("entropy", "effective", "sinks", "recent", *budgets):
-        table.add_column(column, justify="right", no_wrap=True)
-    for layer in record["layers"]:
-        table.add_row(
-            str(layer["layer"]),
-            f"{layer['entropy_bits']:.2f}",
-            f"{layer['effective_tokens']:,.1f}",
-            *(
-                f"{100 * share:.1f}"
-                for share in (
-                    layer["sink_mass"],
-                    layer["recent_mass"],
-                    *layer["attention_kept"].values(),
-                )
-            ),
-        )
-    return table
+def _layers(record: dict[str, Any], width: int) -> Iterator[Table]:
+    layers = record["layers"]
+
+    def percent(share: Callable[[dict[str, Any]], float]) -> list[str]:
+        return [f"{100 * share(layer):.1f}" for layer in layers]
+
+    columns = [
+        ("entropy", [f"{layer['entropy_bits']:.2f}" for layer in layers]),
+        ("effective", [f"{layer['effective_tokens']:,.1f}" for layer in layers]),
+        ("sinks", percent(lambda layer: layer["sink_mass"])),
+        ("recent", percent(lambda layer: layer["recent_mass"])),
+    ]
+    for budget in layers[0]["attention_kept"]:
+        shares = [layer["attention_kept"][budget] for layer in layers]
+        columns.append((budget, [f"{100 * share:.1f}" for share in shares]))
+    return display.wide_tables([str(la["layer"]) for la in layers], columns, width, "layer")
 
 
 def _allocations(record: dict[str, Any]) -> Table:
@@ -141,13 +140,14 @@ def _allocations(record: dict[str, Any]) -> Table:
     return table
 
 
-def describe_trend(trend: dict[str, Any]) -> str:
+def trend_in_words(trend: dict[str, Any]) -> str:
     """Say in words whether attention narrows with depth."""
     means = ", ".join(f"{trend[part]:,.0f} in the {part}" for part in ("lower", "middle", "upper"))
     verdict = {
         "funnel": "Attention narrows with depth (a funnel)",
         "widens": "Attention widens with depth (no funnel)",
         "no trend": "Attention neither narrows nor widens with depth (no funnel)",
+        "too few layers": "Too few layers to tell whether attention narrows with depth",
     }[trend["verdict"]]
     return (
         f"{verdict}: rank correlation of entropy and depth {trend['correlation']:+.2f}, effective "

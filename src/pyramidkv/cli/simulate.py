@@ -51,8 +51,8 @@ def simulate(
     No language model runs and nothing is measured; needs no GPU.
     """
     inputs.check_seed(seed)
-    inputs.check_output(output)
-    inputs.check_picture(plot, output)
+    inputs.check_files({"--output": output, "--plot": plot})
+    inputs.check_picture(plot)
 
     # From here on numpy is needed.
     from .. import simulation

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ..records import format_bytes, method_title
+from ..compression import describe_method
+from ..records import format_bytes
 from . import style
 
 if TYPE_CHECKING:
@@ -19,20 +20,21 @@ def draw(record: dict[str, Any]) -> Figure:
     _draw_schedules(kept, record)
     _draw_bytes(sizes, record)
     deployment = record["deployment"]
-    figure.suptitle(
-        f"{record['model']['name']}: {deployment['context']:,} tokens, cache in "
+    style.heading(
+        figure,
+        f"{style.short(record['model']['name'])}: {deployment['context']:,} tokens, cache in "
         f"{deployment['kv_dtype']}",
-        fontsize=style.TEXT_SIZE + 1,
     )
     return figure
 
 
 def _draw_schedules(axes: Axes, record: dict[str, Any]) -> None:
-    style.label(axes, "full-attention layer (0 is the lowest)", "tokens kept per KV head")
+    style.label(axes, "layer (0 is the lowest)", "tokens kept per KV head")
     plans = record["plans"] or [record["full"]]
+    layers = record["model"]["full_attention_layers"]
     for index, plan in enumerate(plans):
-        text = f"{method_title(plan['compression'])}: {plan['schedule_total']:,} in all"
-        axes.plot(plan["schedule"], label=text, **style.line(index, len(plan["schedule"])))
+        text = f"{describe_method(plan['compression'])}: {plan['schedule_total']:,} in all"
+        axes.plot(layers, plan["schedule"], label=text, **style.line(index, len(layers)))
     if plans[0]["schedule"]:
         axes.set_ylim(0, 1.05 * max(max(plan["schedule"]) for plan in plans))
     style.whole_ticks(axes)
@@ -48,7 +50,7 @@ def _draw_bytes(axes: Axes, record: dict[str, Any]) -> None:
         if max(values) >= size
     )
     bars = axes.barh(
-        [method_title(plan["compression"]) for plan in plans],
+        [describe_method(plan["compression"]) for plan in plans],
         [value / size for value in values],
         color="#b0c4de",
         edgecolor="black",

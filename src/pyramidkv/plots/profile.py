@@ -23,10 +23,10 @@ def draw(record: dict[str, Any]) -> Figure:
         "all queries" if record["queries"] == "all" else (f"last {record['window_size']} queries")
     )
     samples = len(record["samples"])
-    figure.suptitle(
+    style.heading(
+        figure,
         f"{style.short(record['model']['name'])}: attention of the {queries}, {samples} "
         f"{'sample' if samples == 1 else 'samples'} of {record['length']:,} tokens",
-        fontsize=style.TEXT_SIZE + 1,
     )
     return figure
 

@@ -20,10 +20,10 @@ def draw(record: dict[str, Any]) -> Figure:
     figure = style.new_figure(10, 5)
     assumed, kept = figure.subplots(1, 2)
     model = record["model"]
-    figure.suptitle(
+    style.heading(
+        figure,
         f"Simulated attention, not measured: {model['layers']:,} layers, {model['length']:,} "
         f"tokens, {record['budget']:,} kept per layer on average",
-        fontsize=style.TEXT_SIZE + 1,
     )
     _draw_attention(assumed, record)
     _draw_schedules(kept, record)

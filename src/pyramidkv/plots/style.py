@@ -61,6 +61,11 @@ def new_figure(width: float, height: float) -> Figure:
     return figure
 
 
+def heading(figure: Figure, text: str) -> None:
+    """Put a text above all axes; it is shown as it is, dollar signs included."""
+    figure.suptitle(text, fontsize=TEXT_SIZE + 1, parse_math=False)
+
+
 def label(axes: Axes, x: str, y: str) -> None:
     """Name the axes, with their units, and draw light lines at the ticks of y."""
     axes.set_xlabel(x, fontsize=TEXT_SIZE)
