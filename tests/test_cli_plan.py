@@ -16,6 +16,7 @@ from tiny import tiny_model
 
 import pyramidkv
 from pyramidkv.cli import inputs
+from pyramidkv.model_shape import shape_fingerprint
 from pyramidkv.plots.plan import draw
 
 MODEL_PRESETS = Path(pyramidkv.__file__).with_name("presets")
@@ -65,6 +66,7 @@ def test_methods_stand_side_by_side_with_their_true_totals():
     assert shown["against the budget"] == "- exact exact +27.3%"
     assert "…" not in done.stdout.decode()
     layers = [line.split() for line in done.stdout.decode().splitlines() if line[:1].isdigit()]
+    assert len(layers) == 40  # of 80, the first and the last among them
     assert layers[0] == ["0", "128", "215", "242"]
     assert layers[-1] == ["79", "128", "41", "84"]
     assert {"step reads, weights", "peak, one by one"} <= set(shown)  # no row is broken up
@@ -109,6 +111,30 @@ def test_layers_are_numbered_as_the_model_numbers_them():
     done = run("plan", "gemma-3-1b", "--context", 8000, "--budget", 64)
     numbers = [int(line.split()[1]) for line in done.stdout.decode().splitlines() if "#" in line]
     assert numbers == [5, 11, 17, 23]
+
+
+def test_a_batch_that_does_not_fit_has_no_speed():
+    done = run(
+        *("plan", "llama-3.1-8b", "--context", 32768, "--batch", 100, "--budget", 2048),
+        *("--gpu-memory", "80GiB", "--bandwidth", "3.35TB/s"),
+    )
+    shown = rows(done.stdout)
+    assert shown["tokens/s at most"].startswith("does not fit 8,")
+    assert "Room for caches: 61.2 GB (57.0 GiB) on each GPU" in done.stdout.decode()
+    assert "note: 100 requests do not fit with full" in done.stdout.decode()
+
+
+def test_the_schedule_file_stands_beside_the_methods_own_budgets(model_folder, tmp_path):
+    shape = shape_fingerprint(json.loads((model_folder / "config.json").read_text()))
+    profile(shape=shape).write(tmp_path / "p.json")
+    done = run(
+        *("plan", model_folder, "--context", 2000, "--budget", 128),
+        *("--compare", "snapkv,pyramidkv,snapkv:entropy", "--schedule", tmp_path / "p.json"),
+    )
+    assert done.returncode == 0, done.stderr.decode()
+    for title in ("snapkv 128", "pyramidkv 128", "snapkv (entropy) 128"):
+        assert title in done.stdout.decode()
+    assert rows(done.stdout)["kept in all"] == "8,000 512 512 512"
 
 
 def test_without_a_method_only_the_full_cache_is_shown():

@@ -344,3 +344,9 @@ def test_the_presets_lie_within_the_package():
     package = Path(model_source.__file__).parent
     assert {path.stem for path in package.glob("presets/*.json")} == set(preset_names())
     assert len(preset_names()) >= 35
+
+
+def test_a_hub_name_that_cannot_be_reached_points_to_the_preset_of_its_size(monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(ModelSourceError, match=r"or the preset llama-3\.1-8b$"):
+        find_model("meta-llama/Llama-3.1-8B-Instruct")

@@ -264,6 +264,7 @@ def test_gpus_share_heads_and_repeat_them_if_they_are_more():
     # one latent vector serves all heads, so that every GPU needs it
     latent = preset("deepseek-v3", 1_000, tensor_parallel=8)
     assert latent["full"]["bytes_batch_per_gpu"] == 70_272 * 1_000
+    assert latent["full"]["decode_kv_bytes"] == 8 * 70_272 * 1_000
 
 
 def test_the_bound_on_decoding_is_bandwidth_over_what_a_step_reads():
@@ -328,17 +329,35 @@ def test_what_cannot_be_the_bytes_of_the_weights_is_refused():
         assert plan_memory(shape, Deployment(100, dtype="fp8"), [], weight_bytes=stored)
 
 
-def test_quantised_weights_are_counted_only_if_their_size_is_known():
+def test_quantised_weights_are_counted_if_their_bits_are_known():
     config = find_model("llama-3-8b").config
     quantized = {**config, "quantization_config": {"quant_method": "awq", "bits": 4}}
     shape = shape_of(quantized, "small")
-    with pytest.raises(PlanError, match=r"small are quantised \(awq, 4 bits\).* give the folder"):
-        plan_memory(shape, Deployment(100), [])
+    counted = plan_memory(shape, Deployment(100), [])
+    assert counted["weights"]["bytes"] == 8_030_261_248 // 2
+    assert any("quantised (awq): 4 bits each" in note for note in counted["weights"]["notes"])
     stored = plan_memory(shape, Deployment(100), [], weight_bytes=5_700_000_000)
     assert (stored["weights"]["bytes"], stored["weights"]["dtype"]) == (5_700_000_000, None)
-    assert stored["deployment"]["kv_dtype"] == "bfloat16"
-    asked = plan_memory(shape, Deployment(100, dtype="int4"), [])
-    assert asked["weights"]["bytes"] == 8_030_261_248 // 2
+    assert counted["deployment"]["kv_dtype"] == stored["deployment"]["kv_dtype"] == "bfloat16"
+    asked = plan_memory(shape, Deployment(100, dtype="float16"), [])
+    assert asked["weights"]["bytes"] == 8_030_261_248 * 2
+    unknown = shape_of({**config, "quantization_config": {"quant_method": "quanto"}}, "small")
+    with pytest.raises(PlanError, match=r"small are quantised \(quanto\).* give the folder"):
+        plan_memory(unknown, Deployment(100), [])
+    assert preset("deepseek-v3", 100)["weights"]["bytes"] == 671_026_404_352
+
+
+def test_the_speed_of_all_that_fit_is_that_of_so_large_a_batch():
+    compression = make_compression("snapkv", 512)
+    given = {"kv_memory": 10 * 2**30, "bandwidth": 10**12}
+    record = preset("llama-3-8b", 8_192, compression, **given)
+    for plan in (record["full"], record["plans"][0]):
+        fit = plan["requests_one_by_one"]
+        alike = preset("llama-3-8b", 8_192, compression, batch=fit, **given)
+        same = alike["full"] if plan is record["full"] else alike["plans"][0]
+        assert plan["tokens_per_second_of_all_that_fit"] == same["tokens_per_second_at_most"]
+    none = preset("llama-3-8b", 8_192, kv_memory=2**20, bandwidth=10**12)["full"]
+    assert none["tokens_per_second_of_all_that_fit"] is None
 
 
 def test_of_a_model_of_text_and_images_only_the_text_model_is_read_while_decoding():
@@ -373,7 +392,11 @@ def test_a_model_whose_layers_all_slide_is_planned_but_not_compressed():
         ("llama-3-8b", {"utilization": 0.0}, "above 0 and at most 1"),
         ("llama-3-8b", {"utilization": 1.1}, "above 0 and at most 1"),
         ("llama-3-8b", {"dtype": "int3"}, "choose one of float32, bfloat16"),
-        ("llama-3-8b", {"kv_dtype": "int4"}, "choose one of float32, bfloat16, float16, fp8"),
+        (
+            "llama-3-8b",
+            {"kv_dtype": "int4"},
+            "choose one of float32, bfloat16, float16, fp8",
+        ),
         ("llama-3-8b", {"gpu_memory": 10**11, "kv_memory": 10**9}, "both given"),
         ("llama-3-70b", {"gpu_memory": 80 * 10**9}, "give --tensor-parallel 2 or more"),
         ("qwen2.5-7b", {"gpu_memory": 8 * 10**9}, "give --tensor-parallel 4 or more"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from itertools import pairwise
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from test_cli import run
 from tiny import prompt_ids, tiny_model
 
 from pyramidkv.budgets import Entropy, Pyramid
+from pyramidkv.cli.profile import most_kept
 from pyramidkv.entropy import MeasurementError
 from pyramidkv.errors import PromptError
 from pyramidkv.methods import Options
@@ -23,7 +25,7 @@ from pyramidkv.profiling import (
     describe_trend,
     profile_attention,
 )
-from pyramidkv.schedule_profile import ScheduleProfile
+from pyramidkv.schedule_profile import ProfileError, ScheduleProfile
 from pyramidkv.selection import select
 
 LENGTH, WINDOW, SINKS = 120, 8, 3
@@ -134,6 +136,37 @@ def test_the_softcap_is_measured_with(tokenizer, texts):
         assert described["entropy_bits"] == pytest.approx(float(entropy), abs=1e-5)
 
 
+def test_an_earlier_schedule_is_judged_by_other_texts(tokenizer, texts):
+    model = tiny_model("llama", "eager")
+    sizes = {**SIZES, "budgets": [30]}
+    earlier = profile_attention(model, tokenizer, {"a": texts["a"]}, **sizes)
+    own = profile_attention(model, tokenizer, {"a": texts["a"]}, schedule=earlier.schedule, **sizes)
+    kept = own.record["attention_kept"]
+    assert kept["schedule"] == kept["entropy"]
+    other = profile_attention(
+        model, tokenizer, {"b": texts["b"]}, schedule=earlier.schedule, **sizes
+    )
+    shares = Entropy(earlier.schedule.effective_tokens).schedule(4, 30, LENGTH, WINDOW + SINKS)
+    options = Options(window_size=WINDOW, sink_tokens=SINKS)
+    ids = cut_samples(tokenizer, {"b": texts["b"]}, LENGTH, 1)[0].ids
+    expected = 0.0
+    for weights, share in zip(attentions(model, ids), shares, strict=True):
+        received = weights[:, -WINDOW:].mean(1).view(2, 3, LENGTH)
+        expected += float(attention_kept(received, options)[share]) / 4
+    assert other.record["attention_kept"]["schedule"]["30"] == pytest.approx(expected, abs=1e-6)
+    stranger = tiny_model("llama", "eager", num_hidden_layers=3)
+    with pytest.raises(ProfileError, match="number of layers is 4"):
+        profile_attention(stranger, tokenizer, texts, schedule=earlier.schedule, **sizes)
+
+
+def test_what_is_kept_most_is_told_by_budget():
+    kept = {
+        "uniform": {"64": 0.5, "128": 0.7, "256": 0.9},
+        "pyramid": {"64": 0.6, "128": 0.6, "256": 0.8},
+    }
+    assert most_kept(kept) == "pyramid at 64; uniform at 128, 256"
+
+
 def test_the_schedule_profile_serves_the_model_it_was_measured_on(tokenizer, texts, tmp_path):
     import pyramidkv
 
@@ -236,7 +269,7 @@ def test_no_text_and_empty_texts_are_refused(tokenizer):
 def test_the_picture_shows_the_record(tokenizer, texts):
     record = profile_attention(tiny_model("qwen3", "eager"), tokenizer, texts, **SIZES).record
     figure = draw(record)
-    spread, heads, bar = figure.axes
+    spread, heads, kept, bar = figure.axes
     mean = [layer["entropy_bits"] for layer in record["layers"]]
     assert list(spread.lines[1].get_ydata()) == mean
     table = [layer["entropy_by_head"] for layer in record["layers"]]
@@ -245,9 +278,17 @@ def test_the_picture_shows_the_record(tokenizer, texts):
     assert heads.get_xlabel() == "query head"
     assert "bits" in bar.get_ylabel()
     figure.draw_without_rendering()
-    boxes = [axes.get_tightbbox() for axes in figure.axes]
-    assert boxes[0].x1 < boxes[1].x0 < boxes[1].x1 < boxes[2].x0
-    assert spread.get_legend().get_window_extent().y0 >= spread.get_window_extent().y1 - 1
+    shares = [list(line.get_ydata()) for line in kept.lines]
+    wanted = [
+        [100 * share for share in by_budget.values()]
+        for by_budget in record["attention_kept"].values()
+    ]
+    assert shares == wanted
+    assert kept.get_ylabel() == "attention kept (%)"
+    boxes = [axes.get_tightbbox() for axes in (spread, heads, bar, kept)]
+    assert all(left.x1 < right.x0 for left, right in pairwise(boxes))
+    for axes in (spread, kept):
+        assert axes.get_legend().get_window_extent().y0 >= axes.get_window_extent().y1 - 1
 
 
 def test_the_command_writes_what_it_shows(model_folder, tmp_path):

@@ -16,8 +16,16 @@ WEIGHT_BYTES = {
 }
 """Bytes per weight, without the scales that quantised types carry."""
 
-CACHE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1}
-"""Bytes per number in the cache."""
+CACHE_BYTES = {
+    "float32": 4,
+    "bfloat16": 2,
+    "float16": 2,
+    "fp8": 1,
+    "fp8_e4m3": 1,
+    "fp8_e5m2": 1,
+    "int8": 1,
+}
+"""Bytes per number in the cache, without scales."""
 
 UTILIZATION = 0.9
 """Fraction of a GPU's memory that serving may use, as vLLM's default."""

@@ -104,8 +104,9 @@ def read_config(config: object, name: str) -> SimpleNamespace:
 
     The result has all fields of `CLASS_DEFAULTS`, under the names used there, and besides:
     `experts` (0 for dense models), `dtype` (None if not given), `quantization` (how the weights are
-    quantised, or None) and `within` (the `model_type` of the model of text and images whose text
-    model this is, or None). Of such a model, everything is read from its `text_config`.
+    quantised and to how many bits, or None) and `within` (the `model_type` of the model of text and
+    images whose text model this is, or None). Of such a model, everything is read from its
+    `text_config`.
 
     Args:
         config: the mapping in a `config.json`, or a transformers configuration's `to_dict()`.
@@ -169,6 +170,8 @@ def _complete(
             given[field] = config[alias]
     if within is None:
         missing = [f for f in defaults if f in _REQUIRED and given.get(f) is None]
+        if "num_key_value_heads" not in given and defaults["num_key_value_heads"] is not None:
+            missing.append("num_key_value_heads")  # the class's own number fits hardly any model
         if missing:
             raise ConfigError(
                 f"the configuration of {name!r} lacks {', '.join(missing)}, which every "
@@ -229,15 +232,19 @@ def _dtype(value: object, name: str) -> str | None:
     return value.removeprefix("torch.")
 
 
-def _quantization(value: object, name: str) -> str | None:
-    """Say how weights are quantised, in words."""
+def _quantization(value: object, name: str) -> tuple[str, int | None] | None:
+    """Return how weights are quantised, and to how many bits if that is known."""
     if value is None:
         return None
     if not isinstance(value, Mapping):
         raise _wrong("quantization_config", value, "an object", name)
-    method = str(value.get("quant_method", "by an unnamed method"))
+    method = str(value.get("quant_method", "unknown"))
     bits = value.get("bits")
-    return f"{method}, {bits} bits" if type(bits) is int else method
+    if type(bits) is not int or not 1 <= bits <= 16:
+        flags = {"load_in_4bit": 4, "load_in_8bit": 8}
+        by_flag = (count for flag, count in flags.items() if value.get(flag) is True)
+        bits = 8 if method == "fp8" else next(by_flag, None)
+    return method, bits
 
 
 def _derive(values: Any, name: str) -> None:

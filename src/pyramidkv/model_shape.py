@@ -72,7 +72,8 @@ class ModelShape:
         expert_parameters: those of all routed experts of all layers, within `parameters`.
         experts, experts_per_token: routed experts per layer, and how many a token passes through;
             None for dense models.
-        quantization: how the stored weights are quantised, such as `awq, 4 bits`, or None.
+        quantization: how the stored weights are quantised, such as `awq`, and to how many bits,
+            None if that is not known; or None.
         within: `model_type` of the model of text and images whose text model this is, or None.
     """
 
@@ -92,7 +93,7 @@ class ModelShape:
     expert_parameters: int
     experts: int | None
     experts_per_token: int | None
-    quantization: str | None = None
+    quantization: tuple[str, int | None] | None = None
     within: str | None = None
 
     @property

@@ -70,6 +70,8 @@ class ModelSource:
     @property
     def notes(self) -> tuple[str, ...]:
         """What a reader of `weight_bytes` must know, in sentences."""
+        if self.name.endswith(".gguf"):
+            return ("weights of a GGUF file are unpacked when it is loaded",)
         if self.weight_bytes is None or self.config.get("model_type") not in WRAPPERS:
             return ()
         return ("the stored weights are those of the whole model, images included",)
@@ -166,9 +168,11 @@ def _download(name: str, file: str) -> Path:
         reason = "it has none"
     except Exception as error:  # whatever the network and the hub's client come up with
         reason = first_line(error)
+    alike = max((p for p in preset_names() if p in name.lower()), key=len, default=None)
+    presets = f"the preset {alike}" if alike else f"a preset: {', '.join(preset_names())}"
     raise _NotOnHubError(
         f"cannot get the {file} of {name!r} from the hub: {reason}; give another hub id, a "
-        f"config.json, a model folder, or a preset: {', '.join(preset_names())}"
+        f"config.json, a model folder, or {presets}"
     )
 
 

@@ -155,7 +155,7 @@ class _Planner:
             peak = self._peak_of_engine(kept)
             allocated += GROWTH_ROWS * self._width_of_shares()
         one_by_one = max(held, self._kv_bytes(self._tokens(uncompressed, context)) + states)
-        return {
+        result: dict[str, Any] = {
             "method": "full" if compression is None else compression.method.name,
             "compression": None if compression is None else compression.parameters(),
             "schedule": schedule,
@@ -170,8 +170,12 @@ class _Planner:
             "peak_bytes_one_by_one": one_by_one + (batch - 1) * held - states * batch,
             "requests_together": self._fit(0, max(peak + states, allocated)),
             "requests_one_by_one": self._fit(one_by_one - held, held),
-            **self._decoding(self._kv_bytes(kept) + states),
+            **self._decoding(self._kv_bytes(kept) + states, batch),
         }
+        fit = result["requests_one_by_one"]
+        best = self._decoding(self._kv_bytes(kept) + states, fit) if fit else {}
+        result["tokens_per_second_of_all_that_fit"] = best.get("tokens_per_second_at_most")
+        return result
 
     def _tokens(self, schedule: Sequence[int], seen: int) -> list[int]:
         """Return the tokens that each layer of the model holds of a request.
@@ -235,9 +239,14 @@ class _Planner:
             return None
         return max(0, (self.room - self._per_gpu(more)) // max(1, self._per_gpu(each)))
 
-    def _decoding(self, held: int) -> dict[str, Any]:
-        """Return what the batch's first decoding step reads, and what that allows at best."""
-        shape, batch = self._shape, self._for.batch
+    def _decoding(self, held: int, batch: int) -> dict[str, Any]:
+        """Return what a batch's first decoding step reads, and what that allows at best.
+
+        Args:
+            held: bytes of each request.
+            batch: requests.
+        """
+        shape = self._shape
         read = float(shape.decode_parameters)
         if shape.experts is not None and shape.experts_per_token is not None:
             once = shape.experts_per_token / shape.experts
@@ -249,7 +258,7 @@ class _Planner:
             bound = batch * self._for.bandwidth / per_gpu
         return {
             "decode_weight_bytes": round(weights),
-            "decode_kv_bytes": batch * held,
+            "decode_kv_bytes": self._copies * batch * held,
             "tokens_per_second_at_most": bound,
         }
 
@@ -288,6 +297,10 @@ class _Planner:
             result.append(
                 "experts read in a decoding step are those that a batch reaches on average if "
                 "every token chooses evenly"
+            )
+        if self.value_bytes == 1:
+            result.append(
+                "an 8-bit cache is for serving: with transformers, pyramidkv keeps the model's type"
             )
         if self.room is not None:
             result.append(

@@ -57,6 +57,7 @@ def profile_attention(
     window_size: int = METHODS["snapkv"].options.window_size,
     sink_tokens: int = METHODS["snapkv"].options.sink_tokens,
     budgets: Sequence[int] | None = None,
+    schedule: ScheduleProfile | None = None,
     on_layer: Callable[[int, int], None] | None = None,
 ) -> AttentionProfile:
     """Measure the attention of every full-attention layer on pieces of some texts.
@@ -72,15 +73,20 @@ def profile_attention(
         all_queries: measure the attention of all tokens, not of the last `window_size` only.
         window_size, sink_tokens: last and first tokens; for what they receive and what is kept.
         budgets: tokens per layer of which the kept attention is told.
+        schedule: an earlier profile of this model, whose shares are compared with the others.
         on_layer: called with (layers done, layers), summed over the samples.
 
     Raises:
         PromptError: a text is too short, or sizes do not fit.
         UnsupportedModelError: the model has nothing to compress.
+        ProfileError: the earlier profile is of another model.
+        MeasurementError: the model's attention is no number.
     """
     check_model(model)
     check_tokenizer(tokenizer)
     full = full_attention_layers(model.config)
+    if schedule is not None:
+        schedule.check(shape_fingerprint(model.config.to_dict()))
     protected = window_size + sink_tokens
     _check_sizes(length, samples, window_size, sink_tokens)
     limit = context_length(model.config)
@@ -102,7 +108,27 @@ def profile_attention(
         _measure_sample(
             model, piece.ids, options, all_queries, totals, _shift(on_layer, done, len(pieces))
         )
-    return _describe(model, pieces, totals, options, length, told, all_queries, full)
+    allocations: dict[str, Allocation] = {
+        "uniform": Uniform(),
+        "pyramid": Pyramid(),
+        "entropy": options.make_shares(tuple(layer.effective_tokens for layer in totals)),
+    }
+    if schedule is not None:
+        allocations["schedule"] = options.make_shares(schedule.effective_tokens)
+    measured = {
+        "samples": [[piece.text, piece.start] for piece in pieces],
+        "length": length,
+        "queries": "all" if all_queries else "window",
+        "window_size": options.window_size,
+        "sink_tokens": options.sink_tokens,
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "versions": versions(),
+    }
+    kept = {
+        label: {str(b): _kept_by(totals, allocation, b, length, options) for b in told}
+        for label, allocation in allocations.items()
+    }
+    return _describe(model, full, totals, measured, kept)
 
 
 @dataclass(frozen=True)
@@ -222,34 +248,17 @@ def _measure_sample(
 
 def _describe(
     model: PreTrainedModel,
-    pieces: Sequence[Sample],
-    totals: Sequence[_LayerTotals],
-    options: Options,
-    length: int,
-    budgets: Sequence[int],
-    all_queries: bool,
     full: Sequence[int],
+    totals: Sequence[_LayerTotals],
+    measured: dict[str, Any],
+    kept: dict[str, dict[str, float]],
 ) -> AttentionProfile:
     name = model.config._name_or_path
     entropy = [float(layer.mean("entropy").mean()) for layer in totals]
     effective = [layer.effective_tokens for layer in totals]
-    measured: dict[str, Any] = {
-        "samples": [[piece.text, piece.start] for piece in pieces],
-        "length": length,
-        "queries": "all" if all_queries else "window",
-        "window_size": options.window_size,
-        "sink_tokens": options.sink_tokens,
-        "dtype": str(model.dtype).removeprefix("torch."),
-        "versions": versions(),
-    }
     shape = shape_fingerprint(model.config.to_dict())
     in_file = {**measured, "versions": [f"{k} {v}" for k, v in measured["versions"].items()]}
     schedule = ScheduleProfile.of(name, shape, effective, entropy, in_file)
-    allocations: dict[str, Allocation] = {
-        "uniform": Uniform(),
-        "pyramid": Pyramid(),
-        "entropy": options.make_shares(tuple(effective)),
-    }
     record = {
         **measured,
         "machine": machine(model.device),
@@ -264,14 +273,13 @@ def _describe(
                 "effective_tokens": effective[i],
                 "sink_mass": float(layer.mean("sink_mass").mean()),
                 "recent_mass": float(layer.mean("recent_mass").mean()),
-                "attention_kept": {str(b): layer.kept_at(b) for b in budgets},
+                "attention_kept": {
+                    budget: layer.kept_at(int(budget)) for budget in kept["uniform"]
+                },
             }
             for i, (index, layer) in enumerate(zip(full, totals, strict=True))
         ],
-        "attention_kept": {
-            label: {str(b): _kept_by(totals, allocation, b, length, options) for b in budgets}
-            for label, allocation in allocations.items()
-        },
+        "attention_kept": kept,
         "trend": describe_trend(entropy, effective),
         "schedule_profile": schedule.as_dict(),
     }

@@ -42,14 +42,9 @@ class StoredWeights:
         """
         if deployment.dtype is not None:
             return cls._counted(shape, deployment.dtype)
+        quantized = shape.quantization
         if stored is None:
-            if shape.quantization is not None:
-                raise PlanError(
-                    f"the weights of {shape.name} are quantised ({shape.quantization}), so that "
-                    "their size does not follow from the configuration; give the folder with the "
-                    f"weights, or --dtype: {', '.join(WEIGHT_BYTES)}"
-                )
-            return cls._counted(shape, None)
+            return cls._counted(shape, None) if quantized is None else cls._packed(shape, quantized)
         each = stored / shape.parameters
         if not LEAST <= each <= MOST:
             raise PlanError(
@@ -57,12 +52,28 @@ class StoredWeights:
                 f"for each of its {shape.parameters:,} parameters, which no weights are; download "
                 "the model's index again, or give --dtype"
             )
-        if shape.quantization is not None:
+        if quantized is not None:
             return cls(stored, None, "stored weights", each)
         dtype = _known_dtype(shape)
         if shape.within is not None:  # its other parts are stored, too, but not read
             each = WEIGHT_BYTES[dtype]
         return cls(stored, dtype, "stored weights", each)
+
+    @classmethod
+    def _packed(cls, shape: ModelShape, quantized: tuple[str, int | None]) -> StoredWeights:
+        method, bits = quantized
+        if bits is None:
+            raise PlanError(
+                f"the weights of {shape.name} are quantised ({method}), so that their size does "
+                "not follow from the configuration; give the folder with the weights, or --dtype: "
+                f"{', '.join(WEIGHT_BYTES)}"
+            )
+        note = (
+            f"weights are quantised ({method}): {bits} bits each are counted; scales, and "
+            "embeddings that are stored in a wider type, come on top"
+        )
+        size = ceil(shape.parameters * bits / 8)
+        return cls(size, None, "configuration", bits / 8, (note,))
 
     @classmethod
     def _counted(cls, shape: ModelShape, asked: str | None) -> StoredWeights:

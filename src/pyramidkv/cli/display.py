@@ -52,8 +52,10 @@ def wide_tables(
                 break
             taken.append(waiting.pop(0))
         table = plain_table(corner)
-        for title, _ in taken:
-            table.add_column(title, justify="right", no_wrap=True)
+        table.columns[0].min_width = names
+        for title, cells in taken:
+            least = max(len(title), *map(len, cells))
+            table.add_column(title, justify="right", no_wrap=True, min_width=least)
         for name, *cells in zip(first, *(cells for _, cells in taken), strict=True):
             table.add_row(name, *cells)
         yield table
@@ -77,6 +79,12 @@ def results_table(records: Sequence[dict[str, Any]]) -> Table:
     row("time to first token", lambda r: f"{r['time_to_first_token_s']:.2f} s")
     row("time per token", lambda r: _milliseconds(r["time_per_output_token_s"]))
     return table
+
+
+def spread(count: int, most: int) -> list[int]:
+    """Return up to `most` of the numbers below `count`, at even steps, first and last included."""
+    steps = min(count, most)
+    return [round(i * (count - 1) / max(steps - 1, 1)) for i in range(steps)]
 
 
 def schedule_lines(schedule: Sequence[int], layers: Sequence[int]) -> Iterator[str]:

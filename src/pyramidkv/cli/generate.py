@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..compression import Compression, describe_total, make_compression
+from ..compression import Compression, describe_method, describe_total, make_compression
 from . import display, inputs, options
 
 if TYPE_CHECKING:
@@ -123,7 +123,8 @@ def show_schedule(
 ) -> None:
     """Print what each layer would keep of a prompt."""
     out = display.console()
-    out.print(f"{compression.method.name}, prompt of {prompt_tokens:,} tokens, kept per layer:")
+    title = describe_method(compression.parameters())
+    out.print(f"{title}, prompt of {prompt_tokens:,} tokens, kept per layer:")
     for line in display.schedule_lines(schedule, layers):
         out.print(line)
     explicit = compression.method.options.allocation == "list"

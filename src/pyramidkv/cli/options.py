@@ -62,7 +62,10 @@ AllocationKind = Annotated[
 ]
 Schedule = Annotated[
     Path | None,
-    typer.Option("--schedule", help="Shares measured by `pyramidkv profile --save-schedule`."),
+    typer.Option(
+        "--schedule",
+        help="Entropy shares, instead of the method's own, from `pyramidkv profile`.",
+    ),
 ]
 ShareTemperature = Annotated[
     float | None, typer.Option(help="Evenness of entropy shares: 1 is proportional.")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..compression import Compression, describe_method, make_compression
-from ..deployment import CACHE_BYTES, UTILIZATION, WEIGHT_BYTES, Deployment
+from ..deployment import UTILIZATION, WEIGHT_BYTES, Deployment
 from ..methods import get_method
 from ..model_source import find_model, preset_names
 from ..planning import plan_memory
@@ -50,7 +50,7 @@ def plan(
         str | None, typer.Option(help=f"Of the weights: {', '.join(WEIGHT_BYTES)}.")
     ] = None,
     kv_dtype: Annotated[
-        str | None, typer.Option(help=f"Of the cache: {', '.join(CACHE_BYTES)}.")
+        str | None, typer.Option(help="Of the cache: float32, bfloat16, float16, fp8 or int8.")
     ] = None,
     compare: Annotated[
         str | None,
@@ -143,9 +143,10 @@ def _compared(
 _LEGEND = (
     "together: all prompts of the batch are processed at once, and each layer is compressed before "
     "the next one runs (pyramidkv with transformers; its room to grow is counted); one by one: a "
-    "prompt lies uncompressed in all layers until it is complete, beside the others (serving in "
-    "chunks); fit: as many requests as fit; step: one token for each request of the batch"
+    "prompt lies uncompressed in all layers until it is complete, beside the others (serving)"
 )
+MOST_LINES = 40
+"""Layers of a schedule that are shown; of a deeper model, some are left out."""
 
 
 def show(record: dict[str, Any]) -> None:
@@ -155,30 +156,46 @@ def show(record: dict[str, Any]) -> None:
         out.print(line, soft_wrap=True)
     for table in _tables(record, out.width):
         out.print()
-        out.print(table)
-    out.print(f"\n{_LEGEND}", soft_wrap=True)
+        out.print(table, crop=False)
+    out.print(f"\n{_LEGEND}")
     for note in record["notes"]:
-        out.print(f"note: {note}", soft_wrap=True)
+        out.print(f"note: {note}")
+    if record["plans"]:
+        _show_schedules(record)
+
+
+def _show_schedules(record: dict[str, Any]) -> None:
+    out = display.console()
     plans, layers = record["plans"], record["model"]["full_attention_layers"]
+    shown = display.spread(len(layers), MOST_LINES)
+    some = f", {len(shown)} of {len(layers)} layers (--output has all)"
+    numbers = [layers[i] for i in shown]
+    titles = [describe_method(plan["compression"]) for plan in plans]
+    schedules = [[plan["schedule"][i] for i in shown] for plan in plans]
+    of = titles[0] if len(plans) == 1 else "methods"
+    out.print(f"\n{of}: tokens kept per layer{some if len(shown) < len(layers) else ''}")
     if len(plans) == 1:
-        out.print(f"\n{describe_method(plans[0]['compression'])}, tokens kept per layer:")
-        for line in display.schedule_lines(plans[0]["schedule"], layers):
+        for line in display.schedule_lines(schedules[0], numbers):
             out.print(line)
-    elif plans:
-        out.print("\nTokens kept per layer:")
-        columns = [
-            (describe_method(plan["compression"]), [f"{kept:,}" for kept in plan["schedule"]])
-            for plan in plans
-        ]
-        for table in display.wide_tables(list(map(str, layers)), columns, out.width, "layer"):
-            out.print(table)
+        return
+    columns = [
+        (title, [f"{kept:,}" for kept in schedule])
+        for title, schedule in zip(titles, schedules, strict=True)
+    ]
+    for table in display.wide_tables(list(map(str, numbers)), columns, out.width, "layer"):
+        out.print(table, crop=False)
 
 
 def _heading(record: dict[str, Any]) -> list[str]:
     model, deployment = record["model"], record["deployment"]
     shape, weights = model["shape"], record["weights"]
     kinds = ", ".join(f"{count} {_KINDS[kind]}" for kind, count in model["layer_kinds"].items())
+    per_token = f"{record['kv_bytes_per_token']:,} bytes per token in {deployment['kv_dtype']}"
+    if model["sliding_window"] is not None:
+        per_token += f", until {model['sliding_window']:,} tokens fill the sliding windows"
     gpus = deployment["tensor_parallel"]
+    free = record["kv_room_per_gpu"]
+    room = "" if free is None else format_both(free)
     request = f"{deployment['context']:,} tokens"
     if deployment["max_new_tokens"]:
         request += f" and {deployment['max_new_tokens']:,} generated"
@@ -186,9 +203,10 @@ def _heading(record: dict[str, Any]) -> list[str]:
         f"{model['name']}: {shape['model_type']}, {kinds} layers, {shape['query_heads']} query and "
         f"{shape['kv_heads']} KV heads x {shape['head_dim']}, context {model['context_length']:,}",
         f"Weights: {weights['parameters']:,} parameters, {_weights(weights)}",
-        f"KV cache: {record['kv_bytes_per_token']:,} bytes per token in {deployment['kv_dtype']}",
+        f"KV cache: {per_token}",
         f"Requests: {request}; batch {deployment['batch']:,}"
         + (f"; {gpus} GPUs share each layer" if gpus > 1 else ""),
+        *([f"Room for caches: {room} on each GPU"] if room else []),
     ]
 
 
@@ -203,7 +221,7 @@ _KINDS = {
 def _weights(weights: dict[str, Any]) -> str:
     size = format_both(weights["bytes"])
     if weights["counted_from"] == "configuration":
-        return f"{size} in {weights['dtype']}"
+        return f"{size} {'quantised' if weights['dtype'] is None else 'in ' + weights['dtype']}"
     return f"{size} stored, {weights['bytes'] / weights['parameters']:.2f} bytes per parameter"
 
 
@@ -241,12 +259,25 @@ def _tables(record: dict[str, Any], width: int) -> Iterator[Table]:
     row("step reads, weights", lambda p: size(p["decode_weight_bytes"]))
     row("step reads, cache", lambda p: size(p["decode_kv_bytes"]))
     if deployment["bandwidth"] is not None:
-        row("tokens/s at most", lambda p: f"{p['tokens_per_second_at_most']:,.1f}")
+        row("tokens/s at most", lambda p: _speed(p, deployment["batch"]))
+        if record["kv_room_per_gpu"] is not None:
+            row("of all that fit", lambda p: _number(p["tokens_per_second_of_all_that_fit"]))
     columns = [
         (describe_method(plan["compression"]), [cells[i] for cells in rows.values()])
         for i, plan in enumerate(plans)
     ]
     return display.wide_tables(list(rows), columns, width)
+
+
+def _speed(described: dict[str, Any], batch: int) -> str:
+    fit = described["requests_one_by_one"]
+    if fit is not None and fit < batch:
+        return "does not fit"
+    return _number(described["tokens_per_second_at_most"])
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:,.1f}"
 
 
 def _against_budget(described: dict[str, Any]) -> str:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ..schedule_profile import ScheduleProfile
 from . import display, inputs, options
 
 if TYPE_CHECKING:
@@ -37,6 +38,10 @@ def profile(
         str | None,
         typer.Option(help="Budgets of which the kept attention is told, such as 128,512."),
     ] = None,
+    schedule: Annotated[
+        Path | None,
+        typer.Option(help="An earlier schedule, to see what it keeps of these texts."),
+    ] = None,
     save_schedule: Annotated[
         Path | None, typer.Option(help="Write the schedule profile, for --schedule.")
     ] = None,
@@ -55,7 +60,8 @@ def profile(
         texts[str(path)] = inputs.read_text(path)
     told = None if budgets is None else inputs.whole_numbers(budgets, "--budgets")
     written = {"--save-schedule": save_schedule, "--output": output, "--plot": plot}
-    inputs.check_files(written, paths, model)
+    inputs.check_files(written, [*paths, schedule], model)
+    earlier = None if schedule is None else ScheduleProfile.read(schedule)
     inputs.check_picture(plot)
 
     options.quiet_transformers()
@@ -77,6 +83,7 @@ def profile(
             window_size=window_size,
             sink_tokens=sink_tokens,
             budgets=told,
+            schedule=earlier,
             on_layer=on_layer,
         )
     inputs.write_output(output, measured.record)
@@ -100,16 +107,16 @@ def show(record: dict[str, Any]) -> None:
     out.print(
         f"Attention of {queries}; samples of {record['length']:,} tokens: "
         f"{len(record['samples'])}. "
-        "Entropy in bits, the mean over heads and samples, and effective tokens (2^entropy); "
-        f"attention in % on the first {record['sink_tokens']} tokens, on the last "
-        f"{record['window_size']}, and on what each budget would keep.\n",
-        soft_wrap=True,
+        "Entropy in bits and effective tokens (2^entropy), each the mean over heads and samples; "
+        f"attention in % on the first {record['sink_tokens']} tokens, on the "
+        f"{record['window_size']} up to each query, and on what each budget would keep.\n"
     )
     for table in _layers(record, out.width):
-        out.print(table)
+        out.print(table, crop=False)
     out.print("\nAttention kept on average, in %, by allocation:")
     out.print(_allocations(record))
-    out.print(f"\n{trend_in_words(record['trend'])}", soft_wrap=True)
+    out.print(f"\nMost is kept by {most_kept(record['attention_kept'])}.")
+    out.print(trend_in_words(record["trend"]))
 
 
 def _layers(record: dict[str, Any], width: int) -> Iterator[Table]:
@@ -140,6 +147,15 @@ def _allocations(record: dict[str, Any]) -> Table:
     return table
 
 
+def most_kept(kept: dict[str, dict[str, float]]) -> str:
+    """Say which allocation keeps most of the attention at which budgets."""
+    best: dict[str, list[str]] = {}
+    for budget in kept["uniform"]:
+        shares = {name: by_budget[budget] for name, by_budget in kept.items()}
+        best.setdefault(max(shares, key=shares.__getitem__), []).append(budget)
+    return "; ".join(f"{name} at {', '.join(budgets)}" for name, budgets in best.items())
+
+
 def trend_in_words(trend: dict[str, Any]) -> str:
     """Say in words whether attention narrows with depth."""
     means = ", ".join(f"{trend[part]:,.0f} in the {part}" for part in ("lower", "middle", "upper"))
@@ -150,6 +166,11 @@ def trend_in_words(trend: dict[str, Any]) -> str:
         "too few layers": "Too few layers to tell whether attention narrows with depth",
     }[trend["verdict"]]
     return (
-        f"{verdict}: rank correlation of entropy and depth {trend['correlation']:+.2f}, effective "
-        f"tokens {means} third of the layers."
+        f"{verdict}: rank correlation of entropy and depth {_signed(trend['correlation'])} (a "
+        f"funnel below -0.5), effective tokens {means} third of the layers."
     )
+
+
+def _signed(value: float) -> str:
+    rounded = round(value, 2)
+    return f"{rounded:+.2f}" if rounded else "0.00"

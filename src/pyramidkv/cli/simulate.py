@@ -97,7 +97,9 @@ def show(record: dict[str, Any]) -> None:
     out.print(f"\nEntropy of attention by layer, bits (without any concentration {most:.2f}):")
     for line in _entropy_lines(record["entropy_bits_by_layer"]):
         out.print(line)
-    out.print(f"\n{describe_winner(record)}", soft_wrap=True)
+    out.print()
+    if record["budget"] < model["length"]:
+        out.print(describe_winner(record), soft_wrap=True)
     out.print(
         "This is a model of attention, not a measurement: which allocation is best depends on the "
         f"curves that are assumed (needles {model['needle_depth_profile']}, concentration "
@@ -144,8 +146,7 @@ def _table(record: dict[str, Any]) -> Table:
 
 def _entropy_lines(entropies: list[float]) -> list[str]:
     """Return at most 16 bars, at even steps from the lowest layer to the highest."""
-    steps = min(len(entropies), BAR_LINES)
-    shown = [round(i * (len(entropies) - 1) / max(steps - 1, 1)) for i in range(steps)]
+    shown = display.spread(len(entropies), BAR_LINES)
     lines = display.bars([entropies[layer] for layer in shown], "{:.2f}")
     return [f"  layer {layer:>3}  {line}" for layer, line in zip(shown, lines, strict=True)]
 

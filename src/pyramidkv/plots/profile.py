@@ -15,10 +15,11 @@ GREYS = "cividis"  # as light as it is large, so that it can be read in grey
 
 def draw(record: dict[str, Any]) -> Figure:
     """Return the picture of a `profiling.profile_attention` record."""
-    figure = style.new_figure(11, 5.2)
-    spread, heads = figure.subplots(1, 2)
+    figure = style.new_figure(15, 5.2)
+    spread, heads, kept = figure.subplots(1, 3, width_ratios=[4, 4, 3])
     _draw_spread(spread, record)
     _draw_heads(heads, record)
+    _draw_kept(kept, record)
     queries = (
         "all queries" if record["queries"] == "all" else (f"last {record['window_size']} queries")
     )
@@ -63,3 +64,15 @@ def _draw_heads(axes: Axes, record: dict[str, Any]) -> None:
     bar = axes.figure.colorbar(image, ax=axes)
     bar.set_label("attention entropy (bits), mean over samples", fontsize=style.TEXT_SIZE)
     bar.ax.tick_params(labelsize=style.TEXT_SIZE - 1)
+
+
+def _draw_kept(axes: Axes, record: dict[str, Any]) -> None:
+    style.label(axes, "budget (tokens per layer on average)", "attention kept (%)")
+    budgets = [int(budget) for budget in record["attention_kept"]["uniform"]]
+    for index, (name, shares) in enumerate(record["attention_kept"].items()):
+        look = {**style.line(index, len(budgets)), "markevery": 1}
+        axes.plot(budgets, [100 * share for share in shares.values()], label=name, **look)
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(budgets, [f"{budget:,}" for budget in budgets])
+    axes.minorticks_off()
+    style.legend(axes, "mean over layers, by allocation", columns=2)
