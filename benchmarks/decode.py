@@ -7,6 +7,7 @@ takes of a prompt (scores, selection, copying what is kept) is timed apart, sinc
 the noise between two prompts.
 
     python benchmarks/decode.py [--model M] [--tokens 8000] [--budget 512] [--dtype bfloat16]
+        [--allocation entropy]
 """
 
 from __future__ import annotations
@@ -34,10 +35,12 @@ def timed(work: Callable[[], Any]) -> tuple[float, Any]:
 def main() -> None:
     parser = common.parser(__doc__)
     parser.add_argument("--steps", type=int, default=32, help="tokens decoded per repeat")
+    parser.add_argument("--allocation", help="instead of the method's own, such as entropy")
     arguments = parser.parse_args()
     model, ids = common.load(arguments)
     name = cache_parameter(model)
-    compressed = pyramidkv.CompressedCache(model, arguments.method, arguments.budget)
+    options = {} if arguments.allocation is None else {"allocation": arguments.allocation}
+    compressed = pyramidkv.CompressedCache(model, arguments.method, arguments.budget, **options)
 
     def forward(tokens: torch.Tensor, cache: Any) -> None:
         model(tokens, logits_to_keep=1, use_cache=True, **{name: cache})
