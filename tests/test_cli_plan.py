@@ -281,6 +281,11 @@ def test_the_picture_shows_the_record(tmp_path):
     widths = [bar.get_width() * 1e9 for bar in sizes.patches]
     assert widths == pytest.approx([plan["kv_bytes_request"] for plan in plans])
     assert sizes.get_xlabel() == "KV cache per request (GB)"
+    assert [text.get_text() for text in kept.get_legend().get_texts()] == [
+        "snapkv 128: 10,240 in all",
+        "pyramidkv 128: 10,240 in all",
+        "pyramidkv-official 128: 13,040 in all (+27.3%)",
+    ]
     assert kept.get_ylabel() == "tokens kept per KV head"
     figure.draw_without_rendering()
     assert kept.get_tightbbox().x1 < sizes.get_tightbbox().x0

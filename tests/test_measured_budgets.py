@@ -193,6 +193,27 @@ def test_a_context_is_measured_and_saved(tmp_path, model_folder, question):
     assert again.cache.schedules == context.cache.schedules
 
 
+@pytest.mark.parametrize("budget", [60, 118, 130], ids=["some whole", "nearly", "all whole"])
+def test_a_context_of_which_layers_keep_everything_is_saved(tmp_path, model_folder, budget):
+    from conftest import words
+
+    from pyramidkv import loading
+
+    folder = str(model_folder)
+    model, tokenizer = loading.load_model(folder), loading.load_tokenizer(folder)
+    context = pyramidkv.compress_context(
+        model, tokenizer, words(120), "snapkv", budget, **SHARP, **SMALL
+    )
+    schedule = context.cache.schedules[0]
+    assert max(schedule) == 120
+    for layer, kept in zip(context.cache.compressed_layers, schedule, strict=True):
+        assert ("positions" in layer.tensors()) == (kept < 120)
+    answer = context.ask("w5 w6", max_new_tokens=5)
+    context.save(tmp_path / "c.safetensors")
+    again = pyramidkv.CompressedContext.load(tmp_path / "c.safetensors", model, tokenizer)
+    assert again.ask("w5 w6", max_new_tokens=5).token_ids == answer.token_ids
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

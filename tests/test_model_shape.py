@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny import _SHAPE, CONFIGS, HYBRIDS, prompt_ids, tiny_model
+from tiny import _SHAPE, CONFIGS, HYBRIDS, RAW_LLAMA, prompt_ids, tiny_model
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -21,14 +21,7 @@ from pyramidkv.model_shape import ConfigError, LayerShape, shape_fingerprint, sh
 from pyramidkv.model_source import find_model, preset_names
 from pyramidkv.support import SUPPORTED_MODEL_TYPES, UnsupportedModelError, full_attention_layers
 
-LLAMA = {
-    "model_type": "llama",
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 8,
-    "vocab_size": 100,
-}
+LLAMA = RAW_LLAMA
 QWEN = {**LLAMA, "head_dim": 8, "num_key_value_heads": 2}
 MIXTURE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 SHARED = {**MIXTURE, "shared_expert_intermediate_size": 32}

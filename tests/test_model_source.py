@@ -17,6 +17,7 @@ import pytest
 import torch
 from huggingface_hub import errors
 from safetensors.torch import save_file
+from tiny import RAW_LLAMA
 
 from pyramidkv import model_source
 from pyramidkv.errors import PyramidKVError
@@ -24,34 +25,25 @@ from pyramidkv.model_config import ConfigError
 from pyramidkv.model_shape import shape_fingerprint
 from pyramidkv.model_source import ModelSourceError, find_model, preset_names
 
-CONFIG = {
-    "model_type": "llama",
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 8,
-    "vocab_size": 100,
-}
-
 
 @pytest.fixture
 def folder(tmp_path) -> Path:
-    (tmp_path / "config.json").write_text(json.dumps(CONFIG), "utf-8")
+    (tmp_path / "config.json").write_text(json.dumps(RAW_LLAMA), "utf-8")
     return tmp_path
 
 
 def test_a_file_under_any_name(tmp_path):
     file = tmp_path / "my settings.txt"
-    file.write_text("\ufeff" + json.dumps(CONFIG), "utf-8")
+    file.write_text("\ufeff" + json.dumps(RAW_LLAMA), "utf-8")
     source = find_model(str(file))
-    assert (source.config, source.weight_bytes, source.where) == (CONFIG, None, "file")
+    assert (source.config, source.weight_bytes, source.where) == (RAW_LLAMA, None, "file")
     assert source.name == source.shape.name == str(file)
     assert len(source.shape.layers) == 4
 
 
 def test_a_folder_without_weights(folder):
     source = find_model(str(folder))
-    assert (source.config, source.weight_bytes, source.where) == (CONFIG, None, "folder")
+    assert (source.config, source.weight_bytes, source.where) == (RAW_LLAMA, None, "folder")
 
 
 def test_weights_are_measured_by_the_header_of_one_file(folder):
@@ -147,8 +139,8 @@ def test_presets_in_any_case_and_paths_before_presets(tmp_path, monkeypatch):
     assert (source.name, source.where, source.weight_bytes) == ("llama-3-8b", "preset", None)
     assert source.shape.parameters == 8_030_261_248
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "llama-3-8b").write_text(json.dumps(CONFIG))
-    assert find_model("llama-3-8b").config == CONFIG
+    (tmp_path / "llama-3-8b").write_text(json.dumps(RAW_LLAMA))
+    assert find_model("llama-3-8b").config == RAW_LLAMA
     assert find_model("LLAMA-3-8B").where == "preset"
 
 
@@ -242,7 +234,7 @@ def test_a_hub_id(folder, monkeypatch):
     on_hub(monkeypatch, {"config.json": config, "model.safetensors.index.json": index})
     source = find_model("owner/name")
     assert (source.name, source.where, source.weight_bytes) == ("owner/name", "hub", 77)
-    assert source.config == CONFIG
+    assert source.config == RAW_LLAMA
     on_hub(monkeypatch, {"config.json": config, "model.safetensors.index.json": MISSING})
     assert find_model("owner/name").weight_bytes is None
     weights = folder / "blob"

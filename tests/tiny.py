@@ -89,6 +89,16 @@ CONFIGS: dict[str, Any] = {
     ),
 }
 
+RAW_LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "vocab_size": 100,
+}
+"""The least a config.json says."""
+
 HYBRIDS = ["qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "lfm2", "lfm2_moe"]
 """Those with layers that hold a state of fixed size, not keys and values."""
 

@@ -106,5 +106,7 @@ class MeasuredLayer(CompressedLayer):
             positions.append(functional.pad(where, room))
         smaller.settle(targets)
         self._plan.freed.add(storage.keys.device, storage.nbytes)
-        self._storage, self._positions = smaller, torch.cat(positions)
+        self._storage = smaller
+        if targets != counts:
+            self._positions = torch.cat(positions)
         self._ranks = None if for_good else torch.cat(kept_ranks)

@@ -34,11 +34,13 @@ def _draw_schedules(axes: Axes, record: dict[str, Any]) -> None:
     layers = record["model"]["full_attention_layers"]
     for index, plan in enumerate(plans):
         text = f"{describe_method(plan['compression'])}: {plan['schedule_total']:,} in all"
+        if plan["allowed_total"] not in (None, plan["schedule_total"]):
+            text += f" ({plan['schedule_total'] / plan['allowed_total'] - 1:+.1%})"
         axes.plot(layers, plan["schedule"], label=text, **style.line(index, len(layers)))
     if plans[0]["schedule"]:
         axes.set_ylim(0, 1.05 * max(max(plan["schedule"]) for plan in plans))
     style.whole_ticks(axes)
-    style.legend(axes, "kept of the prompt", columns=min(2, len(plans)))
+    style.legend(axes, "kept of the prompt", columns=1)
 
 
 def _draw_bytes(axes: Axes, record: dict[str, Any]) -> None:
