@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from .methods import Method
 from .model_shape import shape_fingerprint
 from .plan import INTERRUPTED, CachePlan, Observer
 from .rotary import key_frequencies
+from .storage import RowStorage
 from .support import check_model, full_attention_layers
 
 _STATE_STAYS = (
@@ -50,7 +51,7 @@ class CompressedCache(Cache):
         decode_interval: tokens after which the cache is brought back to the decode budget (32).
         on_layer: called with (layers done, layers) as the prompt passes through, summed over its
             pieces.
-        observe: called with each layer's queries and keys of the prompt (see `plan.Observer`).
+        observe: called with each layer's states of the prompt (see `plan.Observer`).
         options: the method's options (see `methods.Options`).
 
     Raises:
@@ -370,6 +371,23 @@ class CompressedCache(Cache):
         if remaining:
             raise ValueError(f"it has a tensor of unknown purpose: {min(remaining)}")
         self._plan.restore(length, schedule)
+
+    def adopt(
+        self,
+        schedules: list[list[int]],
+        storages: Sequence[RowStorage],
+        positions: Sequence[Tensor],
+    ) -> None:
+        """Hold, as the rows of a batch, different parts of the one prompt that was processed.
+
+        Args:
+            schedules: tokens that each row keeps, per full-attention layer.
+            storages, positions: of each full-attention layer: see `CompressedLayer.adopt`.
+        """
+        self.reorder_cache(torch.zeros(len(schedules), dtype=torch.long))
+        self._plan.adopt(schedules)
+        for layer, storage, where in zip(self.compressed_layers, storages, positions, strict=True):
+            layer.adopt(storage, where)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last `-tokens_to_remove` tokens, if they came after the prompt."""

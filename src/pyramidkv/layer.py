@@ -222,7 +222,7 @@ class CompressedLayer(CacheLayerMixin):
         now = plan.current
         assert now is not None
         if now.in_prompt and plan.observe is not None:
-            plan.observe(self.index, queries, keys, scale, softcap)
+            plan.observe(self.index, queries, keys, values, scale, softcap)
         if now.votes and not now.in_prompt and plan.holes:
             assert self._storage is not None
             votes.align(self._storage.align(), keys.shape[2])
@@ -417,6 +417,15 @@ class CompressedLayer(CacheLayerMixin):
         self._storage = RowStorage.holding(held["keys"], held["values"])
         self._positions, self._tokens_seen, self.is_initialized = positions, tokens_seen, True
         self._votes.restore(held)
+
+    def adopt(self, storage: RowStorage, positions: Tensor) -> None:
+        """Hold these rows of the prompt in place of those it has.
+
+        Args:
+            storage: of all rows of the batch.
+            positions: where they stood, int32 `[batch, kv_heads, rows]`, aligned to the right.
+        """
+        self._storage, self._positions = storage, positions
 
     @property
     def allocated_bytes(self) -> int:

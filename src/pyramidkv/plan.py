@@ -28,10 +28,10 @@ INTERRUPTED = (
 )
 
 
-Observer = Callable[[int, Tensor, Tensor, float, float | None], None]
+Observer = Callable[[int, Tensor, Tensor, Tensor, float, float | None], None]
 """Sees each layer's states of the prompt, in turn: the layer's index among the full-attention
-layers, queries `[batch, query_heads, tokens, head_dim]`, keys `[batch, kv_heads, rows, head_dim]`,
-and the scale and softcap of the attention logits."""
+layers, queries `[batch, query_heads, tokens, head_dim]`, keys and values
+`[batch, kv_heads, rows, head_dim]`, and the scale and softcap of the attention logits."""
 
 
 @dataclass
@@ -184,6 +184,11 @@ class CachePlan:
         self.schedules = [list(schedule)]
         self.kept = [list(schedule)]
         self.seen, self.columns_seen, self.prompt_ended = [length], length, True
+
+    def adopt(self, schedules: list[list[int]]) -> None:
+        """Note what the rows keep, which are all of the same prompt."""
+        self.schedules = [list(schedule) for schedule in schedules]
+        self.kept = [list(schedule) for schedule in schedules]
 
     def begin(self, layer: int, tokens: int) -> ForwardPass:
         """Note that a layer takes part in a forward pass; each does so in turn, or none.

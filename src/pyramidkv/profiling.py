@@ -233,7 +233,12 @@ def _measure_sample(
     on_layer: Callable[[int, int], None] | None,
 ) -> None:
     def observe(
-        layer: int, queries: Tensor, keys: Tensor, scale: float, softcap: float | None
+        layer: int,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        scale: float,
+        softcap: float | None,
     ) -> None:
         voting = queries[0] if all_queries else queries[0, :, -options.window_size :]
         sizes = {"sinks": options.sink_tokens, "recent": options.window_size}

@@ -1,0 +1,184 @@
+"""Answers to one sample from many compressions of its prompt, which is processed once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from ..cache import CompressedCache
+from ..compression import Compression
+from ..errors import PromptError
+from ..generation import decode, stop_tokens
+from ..many import compress_many
+from ..prompts import PromptFormat
+from .sample import Sample
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A sample as tokens.
+
+    Attributes:
+        ids: all of them, the answer's prefix included.
+        context_tokens: those that do not depend on the question: the first ones.
+        dropped: tokens that were left out of the middle, because the prompt was too long.
+    """
+
+    ids: list[int]
+    context_tokens: int
+    dropped: int
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What one compression answered.
+
+    Attributes:
+        text: special tokens left out.
+        token_ids: generated tokens, up to the one that ends the answer, which is included.
+        prompt_tokens: tokens of the prompt that was compressed.
+        kept: tokens kept of it, per full-attention layer.
+        kept_bytes: bytes of their keys and values, of this row alone.
+        footprint: rows held in these layers summed over the generation, relative to the full
+            cache's over the same steps.
+    """
+
+    text: str
+    token_ids: list[int]
+    prompt_tokens: int
+    kept: list[int]
+    kept_bytes: int
+    footprint: float
+
+
+def encode_sample(tokenizer: PreTrainedTokenizerBase, sample: Sample, limit: int | None) -> Prompt:
+    """Return a sample's tokens in the model's own chat template, if the task is put into one.
+
+    A prompt that leaves no room for the answer loses tokens from its middle, as in LongBench: it is
+    the tokens that are cut, not a text that is decoded and encoded again.
+
+    Args:
+        limit: the most tokens that prompt and answer may have together.
+
+    Raises:
+        PromptError: not even the question fits.
+    """
+    form = PromptFormat(tokenizer, sample.chat and tokenizer.chat_template is not None)
+    ids = form.encode(sample.question, sample.context)
+    fixed = len(form.encode_context(sample.context))
+    if sample.answer_prefix:
+        prefix = tokenizer(sample.answer_prefix, add_special_tokens=False, verbose=False)
+        ids += list(prefix["input_ids"])
+    most = len(ids) if limit is None else limit - sample.max_new_tokens
+    dropped = max(0, len(ids) - most)
+    behind = len(ids) - fixed
+    if dropped and most - most // 2 <= behind:
+        raise PromptError(
+            f"the question of sample {sample.index} of {sample.task} has {behind:,} tokens, which "
+            f"leaves no room for its context in {most:,}; give a longer limit"
+        )
+    if dropped:
+        first = most // 2
+        ids = ids[:first] + ids[first + dropped :]
+        fixed -= dropped
+    return Prompt(ids, fixed, dropped)
+
+
+def answer_sample(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompt: Prompt,
+    compressions: Sequence[Compression],
+    max_new_tokens: int,
+    *,
+    agnostic: bool = False,
+) -> list[Answer]:
+    """Answer from each of several compressions of a prompt, greedily.
+
+    Args:
+        prompt: see `encode_sample`.
+        compressions: see `many.compress_many`. Those that evict go on as one batch; the full cache
+            as another, since its rows are much longer.
+        max_new_tokens: where an answer ends at the latest.
+        agnostic: compress the context before the question is known; else with the question in it.
+    """
+    groups = _groups(compressions)
+    count = prompt.context_tokens if agnostic else len(prompt.ids)
+    device = model.device
+    ids = torch.tensor([prompt.ids], device=device)
+    branched = compress_many(
+        model, ids[:, :count], [[compressions[i] for i in group] for group in groups]
+    )
+    if not agnostic:
+        ids = torch.cat([ids, branched.logits.argmax().view(1, 1)], dim=1)
+    stops = set(stop_tokens(model, tokenizer) or [])
+    answers: dict[int, Answer] = {}
+    for group, cache in zip(groups, branched.caches, strict=True):
+        generated = _generate(
+            model, tokenizer, cache, ids, len(group), len(prompt.ids), stops, max_new_tokens
+        )
+        for row, (index, tokens) in enumerate(zip(group, generated, strict=True)):
+            text = str(tokenizer.decode(tokens, skip_special_tokens=True))
+            kept = cache.schedules[row]
+            later = len(prompt.ids) - count
+            share = _footprint(kept, count, later, len(tokens))
+            size = _row_bytes(cache, kept)
+            answers[index] = Answer(text, tokens, count, kept, size, share)
+    return [answers[index] for index in range(len(compressions))]
+
+
+def _groups(compressions: Sequence[Compression]) -> list[list[int]]:
+    """Return which compressions go on together: those that evict, and those that do not."""
+    evicting = [i for i, one in enumerate(compressions) if one.method.evicts]
+    full = [i for i, one in enumerate(compressions) if not one.method.evicts]
+    return [group for group in (evicting, full) if group]
+
+
+def _generate(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    cache: CompressedCache,
+    ids: Tensor,
+    rows: int,
+    prompt_tokens: int,
+    stops: set[int],
+    max_new_tokens: int,
+) -> list[list[int]]:
+    """Return the tokens that each row generates behind the prompt's, the one that ends it too."""
+    whole = ids.expand(rows, -1)
+    known = ids.shape[1] - prompt_tokens  # the first token, if the prompt gave it
+    if max_new_tokens > known and not (known and int(ids[0, -1]) in stops):
+        more = max_new_tokens - known
+        new = decode(model, tokenizer, cache, whole, torch.ones_like(whole), None, more, 0.0)
+        whole = torch.cat([whole, new], dim=1)
+    result = []
+    for row in whole[:, prompt_tokens:].tolist():
+        end = next((i for i, token in enumerate(row) if token in stops), len(row) - 1)
+        result.append(row[: end + 1])
+    return result
+
+
+def _row_bytes(cache: CompressedCache, kept: Sequence[int]) -> int:
+    """Return the bytes of what a row keeps, read off the tensors' shapes and type."""
+    total = 0
+    for layer, rows in zip(cache.compressed_layers, kept, strict=True):
+        for states in (layer.keys, layer.values):
+            assert states is not None
+            total += rows * states.shape[1] * states.shape[3] * states.element_size()
+    return total
+
+
+def _footprint(kept: Sequence[int], prompt: int, later: int, generated: int) -> float:
+    """Return rows held over the generation's steps, relative to those of the full cache.
+
+    Step t of G holds what is kept of the prompt, `later` tokens that came behind it, and t - 1
+    generated ones.
+    """
+    steps = max(1, generated)
+    grown = later + (steps - 1) / 2
+    mean = sum(kept) / len(kept)
+    return (mean + grown) / (prompt + grown)
