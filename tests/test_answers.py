@@ -29,7 +29,7 @@ def sample(length=100, **changes) -> Sample:
         "task": "needle",
         "index": 3,
         "context": words(length),
-        "question": "w9 w8 w7 w5",
+        "question": "\n\nw9 w8 w7 w5",
         "answers": ("w4",),
         "metric": "match_all",
         "max_new_tokens": 9,
@@ -52,7 +52,7 @@ def test_query_aware_answers_are_those_of_generate(tokenizer, architecture):
         alone = pyramidkv.generate(
             model,
             tokenizer,
-            f"{one.context}\n\n{one.question}",
+            one.context + one.question,
             compression.method,
             **compression.amounts,
             max_new_tokens=9,
@@ -75,7 +75,7 @@ def test_query_agnostic_answers_are_those_of_a_context(tokenizer, architecture):
         context = pyramidkv.compress_context(
             model, tokenizer, one.context, compression.method, **compression.amounts
         )
-        alone = context.ask(one.question, max_new_tokens=9)
+        alone = context.ask(one.question.strip(), max_new_tokens=9)
         assert answer.token_ids == alone.token_ids
         assert answer.kept == context.record["kept_lengths"]
         assert answer.prompt_tokens == context.tokens_seen < len(prompt.ids)

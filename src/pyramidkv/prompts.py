@@ -31,12 +31,16 @@ class Turn:
 class PromptFormat:
     """How texts become tokens: through a chat template or as they are.
 
+    Attributes:
+        separator: what stands between a context and the question behind it.
+
     Raises:
         PromptError: a template is asked for and the tokenizer has none.
     """
 
     tokenizer: PreTrainedTokenizerBase
     chat: bool
+    separator: str = "\n\n"
 
     def __post_init__(self) -> None:
         if self.chat and self.tokenizer.chat_template is None:
@@ -79,7 +83,7 @@ class PromptFormat:
     def _render(self, question: str, context: str, turns: Sequence[Turn] = ()) -> str:
         texts = [text for turn in turns for text in (turn.question, turn.answer)] + [question]
         if context:
-            texts[0] = f"{context}\n\n{texts[0]}"
+            texts[0] = f"{context}{self.separator}{texts[0]}"
         if not self.chat:
             return "\n\n".join(texts)
         messages = [

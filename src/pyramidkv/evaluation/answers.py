@@ -14,7 +14,7 @@ from ..compression import Compression
 from ..errors import PromptError
 from ..generation import decode, stop_tokens
 from ..many import compress_many
-from ..prompts import PromptFormat
+from ..prompts import PromptFormat, common_prefix
 from .sample import Sample
 
 
@@ -58,6 +58,8 @@ class Answer:
 def encode_sample(tokenizer: PreTrainedTokenizerBase, sample: Sample, limit: int | None) -> Prompt:
     """Return a sample's tokens in the model's own chat template, if the task is put into one.
 
+    Context and question are joined as they are, and the answer's prefix stands behind the template.
+
     A prompt that leaves no room for the answer loses tokens from its middle, as in LongBench: it is
     the tokens that are cut, not a text that is decoded and encoded again.
 
@@ -67,9 +69,9 @@ def encode_sample(tokenizer: PreTrainedTokenizerBase, sample: Sample, limit: int
     Raises:
         PromptError: not even the question fits.
     """
-    form = PromptFormat(tokenizer, sample.chat and tokenizer.chat_template is not None)
+    form = PromptFormat(tokenizer, sample.chat and tokenizer.chat_template is not None, "")
     ids = form.encode(sample.question, sample.context)
-    fixed = len(form.encode_context(sample.context))
+    fixed = common_prefix(ids, form.encode_context(sample.context))
     if sample.answer_prefix:
         prefix = tokenizer(sample.answer_prefix, add_special_tokens=False, verbose=False)
         ids += list(prefix["input_ids"])

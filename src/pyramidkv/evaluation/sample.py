@@ -14,7 +14,7 @@ class Sample:
         task: such as `niah_single_1` or `multi_news`.
         index: its number within the task.
         context: the long text, instructions that stand before it included.
-        question: what stands behind the context, instructions included.
+        question: what stands behind the context, instructions and the space before it included.
         answers: what counts as right; what several answers mean is up to the metric.
         metric: a name in `metrics.METRICS`.
         max_new_tokens: where an answer ends at the latest.
