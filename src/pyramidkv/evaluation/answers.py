@@ -71,7 +71,8 @@ def encode_sample(tokenizer: PreTrainedTokenizerBase, sample: Sample, limit: int
     """
     form = PromptFormat(tokenizer, sample.chat and tokenizer.chat_template is not None, "")
     ids = form.encode(sample.question, sample.context)
-    fixed = common_prefix(ids, form.encode_context(sample.context))
+    space = sample.question[: len(sample.question) - len(sample.question.lstrip())]
+    fixed = common_prefix(ids, form.encode_context(sample.context + space))
     if sample.answer_prefix:
         prefix = tokenizer(sample.answer_prefix, add_special_tokens=False, verbose=False)
         ids += list(prefix["input_ids"])
