@@ -1,0 +1,310 @@
+"""`pyramidkv eval`: every method judged on the same samples, at the same memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ..compression import Compression, make_compression
+from ..evaluation.sample import Sample
+from ..methods import get_method
+from . import display, inputs, options
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from ..evaluation.runner import Shard
+
+METHODS = "full,streamingllm,h2o,snapkv,pyramidkv"
+
+eval_app = typer.Typer(
+    name="eval",
+    help="Judge methods on the same samples, with the same number of tokens kept.",
+    no_args_is_help=True,
+)
+
+Methods = Annotated[str, typer.Option(help="METHOD[:ALLOCATION], separated by commas.")]
+Budgets = Annotated[str, typer.Option(help="Tokens kept per layer on average, such as 64,128.")]
+Lengths = Annotated[str, typer.Option(help="Tokens of prompt and answer, such as 2048,4096.")]
+Samples = Annotated[int, typer.Option(help="Of each task and length.")]
+Folder = Annotated[Path, typer.Option("--output", help="The run's folder; goes on if it has one.")]
+Agnostic = Annotated[
+    bool, typer.Option("--agnostic", help="Compress each context before its question is known.")
+]
+Part = Annotated[str, typer.Option("--shard", help="I/N answers every N-th sample from the I-th.")]
+HaystackName = Annotated[
+    str, typer.Option("--haystack", help="noise, constitution or a folder of .txt files.")
+]
+_SHARED = options.Group(
+    "What is judged",
+    {
+        "methods": (Methods, METHODS),
+        "budgets": (Budgets, "64,128,256,512"),
+        "agnostic": (Agnostic, False),
+        "shard": (Part, "1/1"),
+        "window_size": (options.WindowSize, None),
+        "sink_tokens": (options.SinkTokens, None),
+    },
+)
+_taking = options.taking(_SHARED, options.MODEL)
+
+
+@eval_app.command()
+@_taking
+def needle(
+    model: options.Model,
+    output: Folder,
+    lengths: Lengths = "2048,4096",
+    depths: Annotated[str, typer.Option(help="Where it stands, in percent.")] = "0,25,50,75,100",
+    kinds: Annotated[
+        str, typer.Option(help="digits, words, code16, code32, uuids.")
+    ] = "digits",
+    form: Annotated[
+        str, typer.Option(help="single, multi-key, multi-value or multi-query.")
+    ] = "single",
+    samples: Annotated[int, typer.Option(help="Of each length, depth and kind.")] = 4,
+    haystack: HaystackName = "constitution",
+    seed: options.Seed = 0,
+    **given: Any,
+) -> None:
+    """Find needles in a haystack."""
+    from ..evaluation.haystacks import find_haystack
+    from ..evaluation.needles import needle_samples
+
+    settings = {
+        "lengths": inputs.whole_numbers(lengths, "--lengths"),
+        "depths": inputs.whole_numbers(depths, "--depths"),
+        "kinds": inputs.names(kinds),
+        "form": form,
+        "samples": samples,
+        "seed": seed,
+        "haystack": haystack,
+    }
+    text = find_haystack(haystack)
+
+    def make(measure: Callable[[str, str, str], int]) -> list[Sample]:
+        return needle_samples(
+            measure,
+            settings["lengths"],
+            settings["depths"],
+            settings["kinds"],
+            form,
+            samples=samples,
+            seed=seed,
+            haystack=text,
+        )
+
+    _evaluate(model, output, make, {"benchmark": "needle", **settings}, given)
+
+
+@eval_app.command()
+@_taking
+def ruler(
+    model: options.Model,
+    output: Folder,
+    tasks: Annotated[
+        str, typer.Option(help="Of RULER's, separated by commas.")
+    ] = "niah_single_2,niah_multikey_1,niah_multivalue,vt",
+    lengths: Lengths = "2048,4096",
+    samples: Samples = 20,
+    haystack: HaystackName = "constitution",
+    data: Annotated[
+        list[Path] | None,
+        typer.Option("--data", help="Files RULER's generator wrote, instead of tasks."),
+    ] = None,
+    seed: options.Seed = 0,
+    **given: Any,
+) -> None:
+    """RULER's tasks, generated here, or from its generator's files."""
+    from ..evaluation.data_files import load_ruler
+    from ..evaluation.haystacks import find_haystack
+    from ..evaluation.ruler import make_samples
+
+    settings = {
+        "tasks": inputs.names(tasks),
+        "lengths": inputs.whole_numbers(lengths, "--lengths"),
+        "samples": samples,
+        "seed": seed,
+        "haystack": haystack,
+        "data": None if data is None else [str(path) for path in data],
+    }
+    text = find_haystack(haystack)
+
+    def make(measure: Callable[[str, str, str], int]) -> list[Sample]:
+        if data is not None:
+            return [sample for path in data for sample in load_ruler(path, samples)]
+        return [
+            sample
+            for task in settings["tasks"]
+            for length in settings["lengths"]
+            for sample in make_samples(task, measure, length, samples, seed, text)
+        ]
+
+    _evaluate(model, output, make, {"benchmark": "ruler", **settings}, given)
+
+
+@eval_app.command()
+@_taking
+def longbench(
+    model: options.Model,
+    output: Folder,
+    folder: Annotated[
+        Path, typer.Option(help="Where LongBench's JSONL files are, one for each task.")
+    ],
+    tasks: Annotated[str, typer.Option(help="Of LongBench's, separated by commas.")],
+    samples: Annotated[int | None, typer.Option(help="Of each task, the first ones.")] = None,
+    limit: Annotated[
+        int | None,
+        typer.Option(help="Most tokens of prompt and answer; more are cut from the middle."),
+    ] = None,
+    **given: Any,
+) -> None:
+    """LongBench, from its files."""
+    from ..evaluation.longbench import load_longbench
+
+    chosen = inputs.names(tasks)
+    loaded = [s for task in chosen for s in load_longbench(folder, task, samples)]
+    settings = {"benchmark": "longbench", "tasks": chosen, "samples": samples}
+    _evaluate(model, output, lambda measure: loaded, settings, given, limit)
+
+
+@eval_app.command()
+@_taking
+def own(
+    model: options.Model,
+    output: Folder,
+    data: Annotated[
+        list[Path],
+        typer.Option("--data", help="JSONL with question, context and answers in each line."),
+    ],
+    samples: Annotated[int | None, typer.Option(help="Of each file, the first ones.")] = None,
+    limit: Annotated[
+        int | None,
+        typer.Option(help="Most tokens of prompt and answer; more are cut from the middle."),
+    ] = None,
+    **given: Any,
+) -> None:
+    """Questions of your own."""
+    from ..evaluation.data_files import load_own
+
+    loaded = [sample for path in data for sample in load_own(path, samples)]
+    settings = {"benchmark": "own", "data": [str(path) for path in data], "samples": samples}
+    _evaluate(model, output, lambda measure: loaded, settings, given, limit)
+
+
+def _evaluate(
+    model: str,
+    folder: Path,
+    make: Callable[[Callable[[str, str, str], int]], list[Sample]],
+    settings: dict[str, Any],
+    given: dict[str, Any],
+    limit: int | None = None,
+) -> None:
+    """Answer the samples that `make` makes, given what measures a prompt, and show the summary."""
+    compressions = _compressions(given)
+    options.quiet_transformers()
+    from .. import loading
+    from ..evaluation.runner import name_arms, read_lines, read_settings, run
+
+    arms = name_arms(compressions)
+    shard = _shard(given["shard"])
+    tokenizer = loading.load_tokenizer(model)
+    samples = make(lambda *texts: measure(tokenizer, *texts))
+    loaded = options.load_model(model, given)
+    with display.progress("samples") as on_sample:
+        run(
+            loaded,
+            tokenizer,
+            samples,
+            arms,
+            folder,
+            agnostic=given["agnostic"],
+            limit=limit,
+            shard=shard,
+            settings=settings,
+            on_sample=on_sample,
+        )
+    show(list(read_lines(folder)), read_settings(folder))
+
+
+def measure(
+    tokenizer: PreTrainedTokenizerBase, context: str, question: str, answer_prefix: str
+) -> int:
+    """Return the tokens of a prompt in the model's chat template, the answer's prefix included."""
+    from ..evaluation.answers import encode_sample
+
+    sample = Sample("measured", 0, context, question, (), "match_all", 0, answer_prefix)
+    return len(encode_sample(tokenizer, sample, None).ids)
+
+
+def _compressions(given: dict[str, Any]) -> list[Compression]:
+    budgets = inputs.whole_numbers(given["budgets"], "--budgets")
+    shared = {
+        name: given[name] for name in ("window_size", "sink_tokens") if given[name] is not None
+    }
+    result = []
+    for item in inputs.names(given["methods"]):
+        name, _, allocation = item.partition(":")
+        own = {"allocation": allocation} if allocation else {}
+        if not get_method(name).evicts:
+            result.append(make_compression(name))
+            continue
+        result += [make_compression(name, budget, **shared, **own) for budget in budgets]
+    if not result:
+        raise inputs.InputError("--methods names no method; give such as full,snapkv,pyramidkv")
+    return result
+
+
+def _shard(text: str) -> Shard:
+    from ..evaluation.runner import Shard
+
+    number, _, count = text.partition("/")
+    if not (number.isdecimal() and count.isdecimal()):
+        raise inputs.InputError(f"--shard is {text!r}; give I/N, such as 1/4")
+    return Shard(int(number), int(count))
+
+
+def show(lines: Sequence[dict[str, Any]], settings: dict[str, Any]) -> None:
+    """Print a run's summary."""
+    from ..evaluation.summary import summarise
+
+    out = display.console()
+    asked = settings["asked"]
+    arms = asked["arms"]
+    summary = summarise(lines, arms)
+    done = f"{len(lines):,} of {asked['samples']:,} samples"
+    how = "before the question is known" if asked["agnostic"] else "with the question in the prompt"
+    out.print(f"{done}, compressed {how}; scores in %, with 95% intervals of paired bootstraps.")
+    for name, group in summary.items():
+        described = group["arms"]
+        rows = list(arms)
+        columns = [
+            ("score", [_percent(described[arm], "score", "interval") for arm in rows]),
+            ("against full", [_against(described[arm]) for arm in rows]),
+            ("kept per layer", [f"{described[arm]['kept_tokens']:,.1f}" for arm in rows]),
+            ("footprint", [f"{100 * described[arm]['footprint']:.1f}%" for arm in rows]),
+        ]
+        out.print(f"\n{name}: {group['samples']:,} samples")
+        for table in display.wide_tables(rows, columns, out.width):
+            out.print(table, crop=False)
+        critical = {
+            method: "none of these budgets" if share is None else f"{100 * share:.1f}%"
+            for method, share in group["critical_footprint"].items()
+        }
+        if critical:
+            told = ", ".join(f"{method} {share}" for method, share in critical.items())
+            out.print(f"smallest footprint with 90% of the full cache's score: {told}")
+
+
+def _percent(described: dict[str, Any], value: str, interval: str, sign: str = "") -> str:
+    low, high = (100 * bound for bound in described[interval])
+    return f"{100 * described[value]:{sign}.1f} ({low:{sign}.1f} to {high:{sign}.1f})"
+
+
+def _against(described: dict[str, Any]) -> str:
+    if "difference" not in described:
+        return "-"
+    return _percent(described, "difference", "difference_interval", "+")
