@@ -274,6 +274,21 @@ def test_a_tokenizer_that_cannot_hit_the_number_is_told_so(seed):
 
 
 @settings(max_examples=10)
+@given(seed=st.integers(), length=st.integers(900, 1200))
+def test_no_prompt_is_too_long_where_a_shorter_text_has_more_tokens(seed, length):
+    """An ellipsis of eight tokens: a sentence that is cut may have more than a whole one."""
+
+    def dear(*texts):
+        return count_words(*texts) + 8 * sum(text.count("...") for text in texts)
+
+    for task in ("niah_single_1", "niah_multiquery", "vt"):
+        (sample,) = make_samples(task, dear, length, 1, seed)
+        room = length - sample.max_new_tokens
+        assert room - 10 < sample.facts["tokens"] <= room
+        assert dear(sample.context, sample.question, sample.answer_prefix) == sample.facts["tokens"]
+
+
+@settings(max_examples=10)
 @given(seed=st.integers(), size=st.integers(2, 5))
 def test_tokens_that_are_no_words_are_filled_too(seed, size):
     """Tokens of a few characters each: words are of many lengths then."""
@@ -295,7 +310,8 @@ def test_a_length_too_short_names_the_least_that_works(task):
     with pytest.raises(TaskError, match=f"50 tokens are too few for {task}: ") as caught:
         make_samples(task, count_words, 50, 5)
     least = int(re.search(r"at least ([\d,]+)", str(caught.value))[1].replace(",", ""))
-    assert len(make_samples(task, count_words, least, 5)) == 5
+    for sample in make_samples(task, count_words, least, 5):
+        assert SOLVERS.get(task, solve_needles)(sample) == set(sample.answers)
     with pytest.raises(TaskError, match=f"at least {least:,}, {TASKS[task]} of them"):
         make_samples(task, count_words, least - 1, 5)
 
@@ -304,11 +320,12 @@ def test_the_least_is_right_where_a_task_grows_with_the_length():
     """`cwe` is larger from 4,096 tokens on, so that what is too long below may not fit there."""
 
     def letters(*texts):
-        return len("".join(texts)) * 2 // 3
+        return 3 * len("".join(texts))
 
     with pytest.raises(TaskError) as caught:
         make_samples("cwe", letters, 1000, 3)
     least = int(re.search(r"at least ([\d,]+)", str(caught.value))[1].replace(",", ""))
+    assert least > 4096
     assert len(make_samples("cwe", letters, least, 3)) == 3
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import cycle, islice
+from itertools import cycle, islice, product
 from math import floor
 from typing import Any, Protocol
 
@@ -20,8 +20,8 @@ PLAIN_FILLER = ("and", "so", "on")
 DOT_FILLER = (".",)
 
 _PROBE = 16  # units added to learn how long one is
-_CUTS = 3  # units taken back in search of a size that filler can make exact
-_TRIES = 4  # amounts of one filler tried
+_CUTS = 3  # units taken back in search of a size that filler makes exact
+_TRIES = 5  # amounts of one filler tried
 
 ENDLESS = 10**9
 """Units of a sketch that can be of any size."""
@@ -89,15 +89,13 @@ def fit(sketch: Sketch, measure: Measure, room: int, exact: bool = True) -> Fitt
     if tokens > room:
         return None
     best = Fitted(sketch.draft(units, ""), tokens)
-    if not exact or tokens == room:
+    if not exact:
         return best
-    for filler in sketch.fillers:
-        for cut in range(units, max(sketch.least, units - _CUTS) - 1, -1):
-            found = _filled(sketch, measure, room, cut, filler)
-            if found is not None and found.tokens > best.tokens:
-                best = found
-            if best.tokens == room:
-                return best
+    sizes = range(units, max(sketch.least, units - _CUTS) - 1, -1)
+    for filler, size in product(sketch.fillers, sizes):
+        if best.tokens == room:
+            break
+        best = _fuller(best, sketch, measure, room, size, filler)
     return best
 
 
@@ -138,21 +136,20 @@ def _most_units(sketch: Sketch, measure: Measure, room: int) -> tuple[int, int]:
     return low, low_size
 
 
-def _filled(
-    sketch: Sketch, measure: Measure, room: int, units: int, filler: Sequence[str]
-) -> Fitted | None:
-    """Return the fullest of a few drafts with so many units and one kind of filler."""
-    best: Fitted | None = None
-    amount, tried, bare = 0, set[int](), 0
+def _fuller(
+    best: Fitted, sketch: Sketch, measure: Measure, room: int, units: int, filler: Sequence[str]
+) -> Fitted:
+    """Return the fullest of `best` and a few drafts with so many units and one kind of filler."""
+    amount, bare, tried = 0, 0, set[int]()
     for _ in range(_TRIES):
         draft = sketch.draft(units, " ".join(islice(cycle(filler), amount)))
         tokens = draft.tokens(measure)
-        if tokens <= room and (best is None or tokens > best.tokens):
+        if best.tokens < tokens <= room:
             best = Fitted(draft, tokens)
-        tried.add(amount)
-        if amount == 0:
+        if not amount:
             bare = tokens
         each = max((tokens - bare) / amount, 1) if amount else 1
+        tried.add(amount)
         amount = max(0, amount + floor((room - tokens) / each))
         if amount in tried:
             break

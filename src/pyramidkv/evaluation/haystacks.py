@@ -184,7 +184,7 @@ def plant(
         for part in pieces[done : slots[index]]:
             parts.append(part)
             length += len(part) + len(separator)
-        done = max(done, slots[index])
+        done = slots[index]
         begins[index] = length
         parts.append(needles[index][1])
         length += len(needles[index][1]) + len(separator)
