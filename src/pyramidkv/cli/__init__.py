@@ -10,6 +10,7 @@ from ..errors import PyramidKVError
 from .ask import ask
 from .chat import chat
 from .demo import demo
+from .evaluate import eval_app
 from .generate import generate
 from .methods import methods
 from .plan import plan
@@ -30,6 +31,7 @@ app.command()(methods)
 app.command()(plan)
 app.command()(profile)
 app.command()(simulate)
+app.add_typer(eval_app)
 app.command()(demo)
 
 

@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 
     from ..evaluation.runner import Shard
 
+Measure = Callable[[str, str, str], int]
+"""Tokens of a prompt, from its context, question and answer prefix."""
+
 METHODS = "full,streamingllm,h2o,snapkv,pyramidkv"
 
 eval_app = typer.Typer(
@@ -59,9 +62,7 @@ def needle(
     output: Folder,
     lengths: Lengths = "2048,4096",
     depths: Annotated[str, typer.Option(help="Where it stands, in percent.")] = "0,25,50,75,100",
-    kinds: Annotated[
-        str, typer.Option(help="digits, words, code16, code32, uuids.")
-    ] = "digits",
+    kinds: Annotated[str, typer.Option(help="digits, words, code16, code32, uuids.")] = "digits",
     form: Annotated[
         str, typer.Option(help="single, multi-key, multi-value or multi-query.")
     ] = "single",
@@ -74,10 +75,13 @@ def needle(
     from ..evaluation.haystacks import find_haystack
     from ..evaluation.needles import needle_samples
 
+    sizes = inputs.whole_numbers(lengths, "--lengths")
+    places = inputs.whole_numbers(depths, "--depths")
+    chosen = inputs.names(kinds)
     settings = {
-        "lengths": inputs.whole_numbers(lengths, "--lengths"),
-        "depths": inputs.whole_numbers(depths, "--depths"),
-        "kinds": inputs.names(kinds),
+        "lengths": sizes,
+        "depths": places,
+        "kinds": chosen,
         "form": form,
         "samples": samples,
         "seed": seed,
@@ -85,16 +89,9 @@ def needle(
     }
     text = find_haystack(haystack)
 
-    def make(measure: Callable[[str, str, str], int]) -> list[Sample]:
+    def make(measure: Measure) -> list[Sample]:
         return needle_samples(
-            measure,
-            settings["lengths"],
-            settings["depths"],
-            settings["kinds"],
-            form,
-            samples=samples,
-            seed=seed,
-            haystack=text,
+            measure, sizes, places, chosen, form, samples=samples, seed=seed, haystack=text
         )
 
     _evaluate(model, output, make, {"benchmark": "needle", **settings}, given)
@@ -123,9 +120,10 @@ def ruler(
     from ..evaluation.haystacks import find_haystack
     from ..evaluation.ruler import make_samples
 
+    sizes, chosen = inputs.whole_numbers(lengths, "--lengths"), inputs.names(tasks)
     settings = {
-        "tasks": inputs.names(tasks),
-        "lengths": inputs.whole_numbers(lengths, "--lengths"),
+        "tasks": chosen,
+        "lengths": sizes,
         "samples": samples,
         "seed": seed,
         "haystack": haystack,
@@ -133,13 +131,13 @@ def ruler(
     }
     text = find_haystack(haystack)
 
-    def make(measure: Callable[[str, str, str], int]) -> list[Sample]:
+    def make(measure: Measure) -> list[Sample]:
         if data is not None:
             return [sample for path in data for sample in load_ruler(path, samples)]
         return [
             sample
-            for task in settings["tasks"]
-            for length in settings["lengths"]
+            for task in chosen
+            for length in sizes
             for sample in make_samples(task, measure, length, samples, seed, text)
         ]
 
@@ -198,7 +196,7 @@ def own(
 def _evaluate(
     model: str,
     folder: Path,
-    make: Callable[[Callable[[str, str, str], int]], list[Sample]],
+    make: Callable[[Measure], list[Sample]],
     settings: dict[str, Any],
     given: dict[str, Any],
     limit: int | None = None,
@@ -248,7 +246,7 @@ def _compressions(given: dict[str, Any]) -> list[Compression]:
     result = []
     for item in inputs.names(given["methods"]):
         name, _, allocation = item.partition(":")
-        own = {"allocation": allocation} if allocation else {}
+        own: dict[str, Any] = {"allocation": allocation} if allocation else {}
         if not get_method(name).evicts:
             result.append(make_compression(name))
             continue
@@ -278,7 +276,7 @@ def show(lines: Sequence[dict[str, Any]], settings: dict[str, Any]) -> None:
     done = f"{len(lines):,} of {asked['samples']:,} samples"
     how = "before the question is known" if asked["agnostic"] else "with the question in the prompt"
     out.print(f"{done}, compressed {how}; scores in %, with 95% intervals of paired bootstraps.")
-    for name, group in summary.items():
+    for name, group in distinct(summary).items():
         described = group["arms"]
         rows = list(arms)
         columns = [
@@ -297,6 +295,15 @@ def show(lines: Sequence[dict[str, Any]], settings: dict[str, Any]) -> None:
         if critical:
             told = ", ".join(f"{method} {share}" for method, share in critical.items())
             out.print(f"smallest footprint with 90% of the full cache's score: {told}")
+
+
+def distinct(summary: dict[str, Any]) -> dict[str, Any]:
+    """Leave out groups that have the samples of one before: all of one task, and of one length."""
+    result: dict[str, Any] = {}
+    for name, group in summary.items():
+        if group not in result.values():
+            result[name] = group
+    return result
 
 
 def _percent(described: dict[str, Any], value: str, interval: str, sign: str = "") -> str:

@@ -1,0 +1,104 @@
+"""`pyramidkv eval` as users run it: runs, going on, shards, and mistakes in one sentence."""
+
+from __future__ import annotations
+
+import json
+import os
+
+import pytest
+from conftest import words
+from test_cli import run
+
+NEEDLE = ["--lengths", "700", "--depths", "0,60", "--samples", "2", "--haystack", "noise"]
+METHODS = ["--methods", "full,snapkv,pyramidkv", "--budgets", "48"]
+
+
+def evaluate(benchmark, folder, output, *arguments):
+    return run("eval", benchmark, "--model", folder, "--output", output, *METHODS, *arguments)
+
+
+@pytest.mark.parametrize("arm", [[], ["--agnostic"]], ids=["aware", "agnostic"])
+def test_a_run_shows_scores_with_what_was_kept(model_folder, tmp_path, arm):
+    done = evaluate("needle", model_folder, tmp_path / "run", *NEEDLE, *arm)
+    assert done.returncode == 0, done.stderr.decode()
+    shown = done.stdout.decode()
+    assert "4 of 4 samples" in shown
+    assert ("before the question is known" in shown) == bool(arm)
+    for words_ in ("full", "snapkv 48", "pyramidkv 48", "kept per layer", "footprint", "48.0"):
+        assert words_ in shown
+    lines = [json.loads(x) for x in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()]
+    assert len(lines) == 4
+    for line in lines:
+        assert line["prompt_tokens"] == 700 - 128 == line["facts"]["tokens"]
+        for name in ("snapkv 48", "pyramidkv 48"):
+            assert line["arms"][name]["kept_tokens"] == 4 * 48
+        compressed = line["context_tokens"] if arm else line["prompt_tokens"]
+        assert line["arms"]["full"]["kept_tokens"] == 4 * compressed
+
+
+def test_going_on_answers_nothing_twice_and_shards_add_up(model_folder, tmp_path):
+    for part in ("1/2", "2/2", "2/2"):
+        done = evaluate("needle", model_folder, tmp_path / "run", *NEEDLE, "--shard", part)
+        assert done.returncode == 0, done.stderr.decode()
+        shown = done.stdout.decode()
+        assert f"{2 if part == '1/2' else 4} of 4 samples" in shown
+    sizes = [
+        len((tmp_path / "run" / f"samples-{n}-of-2.jsonl").read_text().splitlines()) for n in (1, 2)
+    ]
+    assert sizes == [2, 2]
+
+
+def test_ruler_and_files_of_ones_own(model_folder, tmp_path):
+    done = evaluate(
+        *("ruler", model_folder, tmp_path / "ruler", "--tasks", "vt", "--lengths", "900"),
+        *("--samples", "2"),
+    )
+    assert done.returncode == 0, done.stderr.decode()
+    assert "vt: 2 samples" in done.stdout.decode() or "all: 2 samples" in done.stdout.decode()
+    data = tmp_path / "mine.jsonl"
+    line = {"question": "w5 w6", "context": words(150), "answers": "w7", "max_new_tokens": 5}
+    data.write_text(json.dumps(line) + "\n")
+    done = evaluate("own", model_folder, tmp_path / "own", "--data", data)
+    assert done.returncode == 0, done.stderr.decode()
+    assert "1 of 1 samples" in done.stdout.decode()
+
+
+@pytest.mark.parametrize(
+    ("benchmark", "arguments", "message"),
+    [
+        ("needle", ["--lengths", "x"], "--lengths is 'x'; give whole numbers"),
+        ("needle", ["--depths", "101"], "must be a percentage between 0 and 100"),
+        ("needle", ["--kinds", "rhymes"], "'rhymes'"),
+        ("needle", ["--haystack", "nowhere"], "there is no folder 'nowhere'"),
+        ("needle", ["--lengths", "20"], "20 tokens are too few for needle_single"),
+        ("needle", ["--shard", "3/2"], "give I/N with I from 1 to N"),
+        ("needle", ["--shard", "half"], "--shard is 'half'; give I/N"),
+        ("needle", ["--methods", ","], "--methods names no method"),
+        ("needle", ["--methods", "snapkw"], "unknown method 'snapkw'"),
+        ("needle", ["--methods", "snapkv,snapkv"], "snapkv 48 is given twice"),
+        ("needle", ["--budgets", "10"], "the smallest possible budget is 36"),
+        ("needle", ["--methods", "snapkv:entropy"], "measured on the prompt cannot be one of many"),
+        ("ruler", ["--tasks", "qa_1"], "qa_1 is left out"),
+        ("ruler", ["--tasks", "poems"], "there is no task 'poems'"),
+        ("longbench", ["--folder", "nowhere", "--tasks", "trec"], "there is no folder 'nowhere'"),
+        ("own", ["--data", "absent.jsonl"], "absent.jsonl"),
+    ],
+)
+def test_mistakes_end_in_one_sentence(
+    model_folder, tmp_path, monkeypatch, benchmark, arguments, message
+):
+    monkeypatch.chdir(tmp_path)
+    given = {"needle": NEEDLE, "ruler": [], "longbench": [], "own": []}[benchmark]
+    done = evaluate(benchmark, model_folder, tmp_path / "run", *given, *arguments)
+    assert done.returncode == 2, done.stdout.decode()
+    lines = done.stderr.decode().strip().splitlines()
+    assert len(lines) == 1
+    assert message in lines[0]
+    assert "samples.jsonl" not in os.listdir(tmp_path)
+
+
+def test_a_folder_with_another_run_is_refused(model_folder, tmp_path):
+    assert evaluate("needle", model_folder, tmp_path / "run", *NEEDLE).returncode == 0
+    other = evaluate("needle", model_folder, tmp_path / "run", *NEEDLE, "--seed", "5")
+    assert other.returncode == 2
+    assert b"holds another run" in other.stderr
