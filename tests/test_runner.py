@@ -16,14 +16,8 @@ from tiny import tiny_model
 
 from pyramidkv.compression import make_compression
 from pyramidkv.evaluation import runner
-from pyramidkv.evaluation.runner import (
-    EvaluationError,
-    Shard,
-    name_arms,
-    read_lines,
-    read_settings,
-    run,
-)
+from pyramidkv.evaluation.folders import EvaluationError, Shard, read_lines, read_settings
+from pyramidkv.evaluation.runner import name_arms, run
 from pyramidkv.evaluation.sample import Sample
 
 WINDOW = {"window_size": 6, "kernel_size": 5}

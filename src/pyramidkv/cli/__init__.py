@@ -15,6 +15,7 @@ from .generate import generate
 from .methods import methods
 from .plan import plan
 from .profile import profile
+from .report import report
 from .simulate import simulate
 
 app = typer.Typer(
@@ -33,6 +34,8 @@ app.command()(profile)
 app.command()(simulate)
 app.add_typer(eval_app)
 app.command()(demo)
+app.add_typer(eval_app)
+app.command()(report)
 
 
 def _version(show: bool) -> None:

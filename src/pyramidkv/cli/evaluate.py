@@ -16,7 +16,7 @@ from . import display, inputs, options
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from ..evaluation.runner import Shard
+    from ..evaluation.folders import Shard
 
 Measure = Callable[[str, str, str], int]
 """Tokens of a prompt, from its context, question and answer prefix."""
@@ -205,7 +205,8 @@ def _evaluate(
     compressions = _compressions(given)
     options.quiet_transformers()
     from .. import loading
-    from ..evaluation.runner import name_arms, read_lines, read_settings, run
+    from ..evaluation.folders import read_lines, read_settings
+    from ..evaluation.runner import name_arms, run
 
     arms = name_arms(compressions)
     shard = _shard(given["shard"])
@@ -257,7 +258,7 @@ def _compressions(given: dict[str, Any]) -> list[Compression]:
 
 
 def _shard(text: str) -> Shard:
-    from ..evaluation.runner import Shard
+    from ..evaluation.folders import Shard
 
     number, _, count = text.partition("/")
     if not (number.isdecimal() and count.isdecimal()):

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import PyramidKVError
-from ..records import write_json
+from ..records import replacing, write_json
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -139,6 +139,19 @@ def write_output(path: Path | None, value: Any) -> None:
         return
     try:
         write_json(path, value)
+    except OSError as error:
+        raise InputError(f"cannot write {str(path)!r}: {error.strerror}") from None
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a text as UTF-8, whole or not at all.
+
+    Raises:
+        InputError: the file cannot be written.
+    """
+    try:
+        with replacing(path) as temporary:
+            temporary.write_bytes(text.encode())
     except OSError as error:
         raise InputError(f"cannot write {str(path)!r}: {error.strerror}") from None
 

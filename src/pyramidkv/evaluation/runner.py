@@ -1,8 +1,8 @@
 """Runs of an evaluation: every sample answered by every arm, written as it comes, resumable.
 
-A run is a folder. `run.json` (or `run-2-of-5.json`, of a shard) says what was asked for; beside it
-`samples.jsonl` has a line for each sample that is done, with the answers of all arms. A line is
-written whole or, if the machine stops, cut off at the end of the file: the next start drops it.
+A run is a folder (see `folders.py`) with a line for each sample that is done, which has the answers
+of all arms. A line is written whole or, if the machine stops, cut off at the end of the file: the
+next start drops it.
 """
 
 from __future__ import annotations
@@ -10,50 +10,21 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..compression import Compression, describe_method
-from ..errors import PyramidKVError
 from ..measure import machine, versions
 from ..prompts import context_length
-from ..records import read_json_object, write_json
+from ..records import write_json
 from .answers import Answer, answer_sample, encode_sample
+from .folders import EvaluationError, Shard, read_file, read_settings_file, sample_key
 from .metrics import score_sample
 from .sample import Sample
-
-MAX_SETTINGS_BYTES = 64 * 2**20
-
-
-class EvaluationError(PyramidKVError):
-    """A run that cannot be made or gone on with; the message says why."""
-
-
-@dataclass(frozen=True)
-class Shard:
-    """Every `count`-th sample, from number `number` (1 is the first) on."""
-
-    number: int = 1
-    count: int = 1
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.number <= self.count:
-            raise EvaluationError(
-                f"the shard is {self.number}/{self.count}; give I/N with I from 1 to N"
-            )
-
-    def has(self, place: int) -> bool:
-        """Say whether the sample at this place of the whole run, from 0, belongs to the shard."""
-        return place % self.count == self.number - 1
-
-    def file(self, name: str) -> str:
-        """Return a file's name, with the shard in it if there are several."""
-        stem, _, suffix = name.partition(".")
-        return name if self.count == 1 else f"{stem}-{self.number}-of-{self.count}.{suffix}"
 
 
 def name_arms(compressions: Sequence[Compression]) -> dict[str, Compression]:
@@ -115,12 +86,12 @@ def run(
     }
     _settle(folder, shard, asked, {"versions": versions(), "machine": machine(model.device)})
     path = folder / shard.file("samples.jsonl")
-    done = {_key(line) for line in _repair(path)}
+    done = {sample_key(line) for line in _repair(path)}
     mine = [sample for place, sample in enumerate(samples) if shard.has(place)]
     finished = 0
     with path.open("a", encoding="utf-8") as file:
         for sample in mine:
-            if _key(asdict(sample)) not in done:
+            if sample_key(asdict(sample)) not in done:
                 line = answer(model, tokenizer, sample, arms, agnostic, limit)
                 file.write(json.dumps(line) + "\n")
                 file.flush()
@@ -175,35 +146,6 @@ def _describe(given: Answer, sample: Sample) -> dict[str, Any]:
     }
 
 
-def read_lines(folder: Path) -> Iterator[dict[str, Any]]:
-    """Yield the lines of a run's folder, of all its shards; those cut off are left out.
-
-    Raises:
-        EvaluationError: there is no run in it.
-    """
-    files = sorted(folder.glob("samples*.jsonl"))
-    if not files:
-        raise EvaluationError(f"there is no run in {str(folder)!r}: it has no samples.jsonl")
-    for file in files:
-        yield from _read(file)
-
-
-def read_settings(folder: Path) -> dict[str, Any]:
-    """Return what a run's folder was asked for.
-
-    Raises:
-        EvaluationError: there is no run in it, or its shards are of different runs.
-    """
-    files = sorted(folder.glob("run*.json"))
-    if not files:
-        raise EvaluationError(f"there is no run in {str(folder)!r}: it has no run.json")
-    found = [_settings(file) for file in files]
-    for file, other in zip(files, found, strict=True):
-        if other["asked"] != found[0]["asked"]:
-            raise EvaluationError(f"{str(file)!r} and {str(files[0])!r} are of different runs")
-    return found[0]
-
-
 def _settle(
     folder: Path, shard: Shard, asked: dict[str, Any], circumstances: dict[str, Any]
 ) -> None:
@@ -216,7 +158,7 @@ def _settle(
         raise EvaluationError(f"cannot make {str(folder)!r}: {error.strerror}") from None
     others = [file for file in sorted(folder.glob("run*.json")) if file != path]
     for file in [path, *others] if path.exists() else others:
-        known = _settings(file)["asked"]
+        known = read_settings_file(file)["asked"]
         differing = sorted(key for key in asked if known.get(key) != asked[key])
         if differing:
             raise EvaluationError(
@@ -230,16 +172,6 @@ def _settle(
             raise EvaluationError(f"cannot write {str(path)!r}: {error.strerror}") from None
 
 
-def _settings(path: Path) -> dict[str, Any]:
-    try:
-        value = read_json_object(path, MAX_SETTINGS_BYTES)
-    except (OSError, ValueError) as error:
-        raise EvaluationError(f"{str(path)!r} cannot be used: {error}") from None
-    if not isinstance(value.get("asked"), dict):
-        raise EvaluationError(f"{str(path)!r} does not say what was asked for")
-    return value
-
-
 def _content(samples: Sequence[Sample]) -> str:
     """Return what tells different samples apart."""
     digest = hashlib.sha256()
@@ -248,24 +180,11 @@ def _content(samples: Sequence[Sample]) -> str:
     return digest.hexdigest()
 
 
-def _key(line: Mapping[str, Any]) -> str:
-    """Return what tells samples of a run apart."""
-    return json.dumps([line["task"], line["index"], line["facts"]], sort_keys=True)
-
-
-def _read(path: Path) -> Iterator[dict[str, Any]]:
-    with path.open("rb") as file:
-        for raw in file:
-            if not raw.endswith(b"\n"):
-                return  # cut off
-            yield json.loads(raw)
-
-
 def _repair(path: Path) -> list[dict[str, Any]]:
     """Return a file's lines, after dropping one that was cut off at its end."""
     if not path.exists():
         return []
-    lines = list(_read(path))
+    lines = list(read_file(path))
     data = path.read_bytes()
     whole = data[: data.rfind(b"\n") + 1]
     if len(whole) < len(data):

@@ -7,6 +7,8 @@ backend or changed.
 
 from __future__ import annotations
 
+import io
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -124,7 +126,34 @@ def save(figure: Figure, path: Path) -> None:
     """
     form = _format(path)
     with replacing(path) as temporary:  # whose name has no suffix to tell the format by
-        figure.savefig(temporary, format=form, dpi=PIXELS_PER_INCH)
+        _write(figure, temporary, form)
+
+
+def to_svg(figure: Figure) -> str:
+    """Return a figure as the text of an SVG file, the same for the same figure."""
+    with io.BytesIO() as file:
+        _write(figure, file, "svg")
+        return file.getvalue().decode()
+
+
+def _write(figure: Figure, file: Path | io.BytesIO, form: str) -> None:
+    """Write a figure; SVG without a date and with names that are the same each time."""
+    import matplotlib
+
+    fixed: dict[Any, str] = {"svg.hashsalt": "pyramidkv", "svg.fonttype": "path"}
+    metadata: dict[str, Any] = {"Date": None} if form == "svg" else {}
+    with matplotlib.rc_context(fixed), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph .* missing from")  # names in any script
+        figure.savefig(file, format=form, dpi=PIXELS_PER_INCH, metadata=metadata)
+
+
+def drawable(text: str, most: int = 60) -> str:
+    """Return a text as pictures can show it: one line, no surrogates or control characters."""
+    shown = "".join(
+        "\N{REPLACEMENT CHARACTER}" if "\ud800" <= sign <= "\udfff" or ord(sign) < 32 else sign
+        for sign in text
+    )
+    return shown if len(shown) <= most else shown[: most - 1] + "\N{HORIZONTAL ELLIPSIS}"
 
 
 def _format(path: Path) -> str:
