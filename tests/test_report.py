@@ -230,7 +230,10 @@ def test_the_same_run_gives_the_same_bytes_in_one_folder_or_in_shards(lines, pag
 
 def test_samples_answered_twice_count_once(lines, tmp_path):
     write_run(tmp_path / "a", lines[:25], ARMS, samples=len(lines), machine="one")
-    write_run(tmp_path / "b", lines[:30], ARMS, samples=len(lines), machine="another")
+    again = copy.deepcopy(lines[:30])
+    for line in again[:25]:
+        line["arms"]["full"].update(text="another answer", score=0.0)
+    write_run(tmp_path / "b", again, ARMS, samples=len(lines), machine="another")
     (section,) = read_sections([tmp_path / "a", tmp_path / "b", tmp_path / "a"])
     assert section.lines == lines[:30]
     assert section.repeated == 25

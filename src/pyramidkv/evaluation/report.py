@@ -38,7 +38,8 @@ class Section:
     Attributes:
         asked: what was asked for: see `runner.run`.
         circumstances: versions and machines of its shards, each once.
-        lines: of the samples that are done, each once, in the run's order.
+        lines: of the samples that are done, each once, in the run's order; of a sample that was
+            answered twice, the first.
         repeated: lines left out because their sample had one already.
         summary: see `summary.summarise`.
     """
@@ -129,7 +130,10 @@ def _section(folders: Sequence[Path], settings: Mapping[Path, list[dict[str, Any
             _check_line(line, asked["arms"], folder)
             placed.append((place, line))
     placed.sort(key=lambda one: one[0])
-    lines = list({sample_key(line): line for _, line in reversed(placed)}.values())[::-1]
+    first: dict[str, dict[str, Any]] = {}
+    for _, line in placed:
+        first.setdefault(sample_key(line), line)
+    lines = list(first.values())
     if not lines:
         raise EvaluationError(
             f"none of the samples of the run in {str(folders[0])!r} is done yet; let "

@@ -15,6 +15,9 @@ FULL = "full"
 APART = 1.03
 """Factor between points of the same budget, so that their intervals do not hide each other."""
 
+STYLES = (1, 2, 3, 5, 4, 0)
+"""Order in which methods get the shared lines."""
+
 SHADES = 20
 """Shades of a heat map: steps of 5%; so few that SVG files have them as areas, not as an image."""
 
@@ -69,7 +72,7 @@ def _line(index: int) -> dict[str, Any]:
     The first style comes last, since it looks like the line of the full cache.
     """
     again = index >= len(style.LINES)
-    chosen = {**style.line(index + 1, 1), "markevery": None, "linewidth": 1.4}
+    chosen = {**style.line(STYLES[index % len(STYLES)], 1), "markevery": None, "linewidth": 1.4}
     return {**chosen, "markerfacecolor": "#ffffff"} if again else chosen
 
 
