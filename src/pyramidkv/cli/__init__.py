@@ -33,9 +33,8 @@ app.command()(plan)
 app.command()(profile)
 app.command()(simulate)
 app.add_typer(eval_app)
-app.command()(demo)
-app.add_typer(eval_app)
 app.command()(report)
+app.command()(demo)
 
 
 def _version(show: bool) -> None:
