@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from html.parser import HTMLParser
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -22,6 +23,7 @@ from pyramidkv.evaluation.folders import EvaluationError, read_lines
 from pyramidkv.evaluation.report import needle_means, read_sections, series, worst_losses
 from pyramidkv.evaluation.report_page import make_page, make_pictures
 from pyramidkv.evaluation.summary import summarise
+from pyramidkv.plots.evaluation import draw_needles
 
 pytest.importorskip("matplotlib")
 
@@ -443,3 +445,18 @@ def test_without_matplotlib_it_says_what_to_install(lines, tmp_path, monkeypatch
     assert "matplotlib" in str(done.exception)
     assert isinstance(done.exception, PyramidKVError)
     assert not output.exists()
+
+
+@pytest.mark.parametrize("lengths", [(2048,), (2048, 4096, 8192)])
+def test_titles_of_neighbouring_heat_maps_do_not_overlap(lengths):
+    arms = ["streamingllm 512", "pyramidkv-official 512", "snapkv (entropy) 512"]
+    cells = {(depth, length): 0.5 for depth in (0, 50, 100) for length in lengths}
+    figure = draw_needles(
+        dict.fromkeys(["full", *arms], cells),
+        {arm: [arm] for arm in arms},
+        dict.fromkeys(arms, "512"),
+    )
+    figure.draw_without_rendering()
+    titles = [axes.title.get_window_extent() for axes in figure.axes[:4]]
+    assert all(left.x1 < right.x0 for left, right in pairwise(titles))
+    assert titles[-1].x1 < figure.axes[-1].get_tightbbox().x0  # the colour bar

@@ -106,7 +106,9 @@ def draw_needles(
     rows = list(dict.fromkeys(amounts[arm] for arms in series.values() for arm in arms))
     columns = [name for name in (FULL, *series) if name != FULL or FULL in means]
     depths, lengths = _steps(means)
-    width = 1.2 + len(columns) * (0.9 + 0.42 * len(lengths))
+    widest = max(len(style.drawable(arm)) for arm in means)
+    panel = max(0.9 + 0.42 * len(lengths), 0.6 + 0.085 * widest)  # inches; a title fits above it
+    width = 1.2 + len(columns) * panel
     height = 1.6 + max(1, len(rows)) * (0.6 + 0.3 * len(depths))
     figure = style.new_figure(max(5.5, width), height)
     grid = figure.subplots(max(1, len(rows)), len(columns), squeeze=False)
