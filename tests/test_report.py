@@ -378,11 +378,11 @@ def test_a_picture_has_the_points_of_its_group(lines, tmp_path):
 def test_runs_of_few_arms_have_a_page(chosen, lines, tmp_path):
     arms = {name: ARMS[name] for name in chosen}
     few = [{**line, "arms": {name: line["arms"][name] for name in chosen}} for line in lines[:1]]
-    write_run(tmp_path / "run", few, arms)
+    write_run(tmp_path / "run", few, arms, model="")
     page = page_of(tmp_path / "run")
     Reader(page)
     assert "No sample was answered better" in page
-    assert "1 sample<" in page
+    assert "<title>Evaluation of a model without a name: 1 sample</title>" in page
 
 
 def test_the_command_writes_a_page_and_its_pictures(lines, page, tmp_path):

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 def report(
     folders: Annotated[
-        list[Path], typer.Argument(metavar="DIR...", help="Folders of `pyramidkv eval`.")
+        list[Path], typer.Argument(metavar="DIR", help="Folders of `pyramidkv eval`.")
     ],
     output: Annotated[Path, typer.Option(help="The page, HTML in one file.")] = Path("report.html"),
     pictures: Annotated[
@@ -25,8 +25,8 @@ def report(
 ) -> None:
     """Make a page about evaluation runs; it opens without network.
 
-    The folders hold one run, whole or in shards, or a query-aware and a query-agnostic run of the
-    same samples. Needs no GPU.
+    The folders hold one run, whole or in shards, or a query-aware and a query-agnostic
+    run of the same samples. Needs no GPU.
     """
     read = [file for folder in folders if folder.is_dir() for file in folder.iterdir()]
     inputs.check_files({"--output": output}, read)

@@ -102,8 +102,9 @@ def make_page(sections: Sequence[Section], pictures: Sequence[Sequence[Picture]]
         pictures: of each section: see `make_pictures`.
     """
     asked = sections[0].asked
-    title = f"Evaluation of {style.short(asked['model'])}: {_count(sections)}"
-    parts = [f'<p class="note">Model: {html.text(asked["model"])}</p>', _READING]
+    model = asked["model"] or "a model without a name"
+    title = f"Evaluation of {style.short(model)}: {_count(sections)}"
+    parts = [f'<p class="note">Model: {html.text(model)}</p>', _READING]
     number = 0
     for section, drawn in zip(sections, pictures, strict=True):
         shown = []
