@@ -140,3 +140,25 @@ def test_the_same_seed_gives_the_same_intervals():
     first, again = (summarise(lines(scored()), ARMS, seed=4) for _ in range(2))
     assert first == again
     assert first != summarise(lines(scored()), ARMS, seed=5)
+
+
+def test_allocations_of_one_method_have_critical_footprints_of_their_own():
+    compressions = [
+        make_compression("full"),
+        make_compression("snapkv", 64),
+        make_compression("snapkv", 64, allocation="pyramid"),
+    ]
+    arms = {n: c.parameters() for n, c in name_arms(compressions).items()}
+    scores = {"full": [1.0], "snapkv 64": [0.5], "snapkv (pyramid) 64": [1.0]}
+    kept = {
+        "kept_tokens": 256,
+        "kept_bytes": 100,
+        "compressed_tokens": 1000,
+        "full_tokens": 4000,
+        "footprint": 0.1,
+    }
+    answered = {name: {"score": values[0], **kept} for name, values in scores.items()}
+    made = [{"task": "all", "facts": {}, "arms": answered}]
+    summary = summarise(made, arms)
+    assert summary["all"]["critical_footprint"] == {"snapkv": None, "snapkv (pyramid)": 0.1}
+    assert summary["all"]["samples"] == 1  # a task of that name does not count twice

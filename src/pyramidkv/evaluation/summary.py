@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ..compression import describe_method
+
 RESAMPLES = 2_000
 CONFIDENCE = 0.95
 SUFFICIENT = 0.9
@@ -49,7 +51,7 @@ def _groups_of(line: Mapping[str, Any]) -> list[str]:
     length = line["facts"].get("length")
     if length is not None:
         names.append(f"{line['task']}, {length:,} tokens")
-    return names
+    return list(dict.fromkeys(names))
 
 
 def _summarise(
@@ -140,9 +142,9 @@ def _critical(
     wanted = SUFFICIENT * described[FULL]["score"]
     result: dict[str, float | None] = {}
     for name, parameters in arms.items():
-        method = parameters["method"]
         if name == FULL:
             continue
+        method = describe_method({**parameters, "budget": None, "compression_ratio": None})
         enough = wanted > 0 and described[name]["score"] >= wanted
         best = result.setdefault(method, None)
         if enough and (best is None or described[name]["footprint"] < best):
