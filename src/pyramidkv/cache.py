@@ -17,12 +17,12 @@ from .compression import Compression, make_compression
 from .errors import CacheStateError
 from .layer import CompressedLayer
 from .measured_layer import MeasuredLayer
-from .methods import Method
-from .model_shape import shape_fingerprint
+from .methods import METHODS, Method
+from .model_shape import layers_to_compress
 from .plan import INTERRUPTED, CachePlan, Observer
 from .rotary import key_frequencies
 from .storage import RowStorage
-from .support import check_model, full_attention_layers
+from .support import check_model
 
 _STATE_STAYS = (
     "a linear-attention or convolution layer holds one state of all tokens seen, which cannot be "
@@ -89,6 +89,17 @@ class CompressedCache(Cache):
         self._hold(model)
 
     @classmethod
+    def for_observing(
+        cls,
+        model: PreTrainedModel,
+        observe: Observer,
+        on_layer: Callable[[int, int], None] | None = None,
+    ) -> CompressedCache:
+        """Return a cache for a pass that is only looked at: it keeps one token per layer."""
+        method = METHODS["streamingllm"].with_options(sink_tokens=1)
+        return cls(model, method, 1, on_layer=on_layer, observe=observe)
+
+    @classmethod
     def for_switched_model(
         cls,
         model: PreTrainedModel,
@@ -143,8 +154,7 @@ class CompressedCache(Cache):
         on_layer: Callable[[int, int], None] | None,
     ) -> None:
         check_model(model)
-        full = full_attention_layers(model.config)
-        compression.check(len(full), lambda: shape_fingerprint(model.config.to_dict()))
+        full = layers_to_compress(model.config, compression)
         self._config, self._dtype = model.config, model.dtype
         self._held = None
         only_full = len(full) == model.config.num_hidden_layers

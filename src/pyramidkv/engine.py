@@ -15,9 +15,9 @@ from .cache import CompressedCache
 from .compression import Compression, make_compression
 from .errors import CacheStateError
 from .methods import Method
-from .model_shape import shape_fingerprint
+from .model_shape import layers_to_compress
 from .rotary import key_frequencies
-from .support import check_model, full_attention_layers
+from .support import check_model
 
 _compressing: WeakSet[PreTrainedModel] = WeakSet()  # models inside a `compress` block
 _CACHE_NAMES = ("cache", "past_key_values")  # the newer name first
@@ -71,8 +71,7 @@ def compress(
         **options,
     )
     check_model(model)
-    layers = full_attention_layers(model.config)
-    compression.check(len(layers), lambda: shape_fingerprint(model.config.to_dict()))
+    layers_to_compress(model.config, compression)
     if model in _compressing:
         raise CacheStateError(
             "this model is inside a `compress` block already; leave that one first, or give "

@@ -20,8 +20,8 @@ from .compression import GROWTH_ROWS, Compression
 from .engine import cache_parameter
 from .errors import PromptError
 from .layer import take_tokens
-from .methods import METHODS, MethodError
-from .model_shape import shape_fingerprint
+from .methods import MethodError
+from .model_shape import layers_to_compress
 from .rotary import key_frequencies, move_keys
 from .scores import Score
 from .selection import select
@@ -69,7 +69,7 @@ def compress_many(
     layers = len(full_attention_layers(model.config))
     for compression in (member for group in groups for member in group):
         _check(compression)
-        compression.check(layers, lambda: shape_fingerprint(model.config.to_dict()))
+        layers_to_compress(model.config, compression)
     tokens = ids.shape[1]
     branches = [_Branches(model, group, layers, tokens) for group in groups]
 
@@ -85,9 +85,7 @@ def compress_many(
         for branch in branches:
             branch.take(layer, states)
 
-    # What this cache itself keeps is of no importance: each branch brings its own rows.
-    method = METHODS["streamingllm"].with_options(sink_tokens=1)
-    cache = CompressedCache(model, method, 1, observe=observe)
+    cache = CompressedCache.for_observing(model, observe)  # each branch brings its own rows
     options = {"logits_to_keep": 1, cache_parameter(model): cache}
     with torch.inference_mode():
         logits = model(ids, use_cache=True, **options).logits[0, -1]

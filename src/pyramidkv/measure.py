@@ -6,11 +6,12 @@ import os
 import platform
 import resource
 import sys
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from . import records
 
 
 class PeakMemory:
@@ -50,8 +51,7 @@ class PeakMemory:
 
 def versions() -> dict[str, str]:
     """Return the versions a result depends on."""
-    names = ("pyramidkv", "torch", "transformers")
-    return {"python": platform.python_version(), **{name: version(name) for name in names}}
+    return records.versions("torch", "transformers")
 
 
 def machine(device: torch.device) -> dict[str, Any]:

@@ -7,12 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from .model_config import ConfigError, read_config
 from .model_defaults import LATENT_MODEL_TYPES
 from .support import NothingToCompressError, full_attention_layers, state_layers
 from .weights import count_weights
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+    from .compression import Compression
 
 __all__ = ["ConfigError", "LayerShape", "ModelShape", "shape_fingerprint", "shape_of"]
 
@@ -165,6 +170,18 @@ def shape_of(config: Mapping[str, Any], name: str) -> ModelShape:
         quantization=values.quantization,
         within=values.within,
     )
+
+
+def layers_to_compress(config: PreTrainedConfig, compression: Compression) -> list[int]:
+    """Return the layers that share a compression's budget, after checking that it fits the model.
+
+    Raises:
+        UnsupportedModelError: the model cannot be compressed.
+        BudgetError, ProfileError: see `Compression.check`.
+    """
+    layers = full_attention_layers(config)
+    compression.check(len(layers), lambda: shape_fingerprint(config.to_dict()))
+    return layers
 
 
 def shape_fingerprint(config: Mapping[str, Any] | ModelShape) -> dict[str, Any]:

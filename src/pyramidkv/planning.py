@@ -6,15 +6,14 @@ figures are plain sums over layers, and say what they count: GB are 10^9 bytes.
 
 from __future__ import annotations
 
-import platform
 from collections.abc import Sequence
 from dataclasses import asdict
-from importlib.metadata import version
 from typing import Any
 
 from .compression import GROWTH_ROWS, Compression, describe_method
 from .deployment import CACHE_BYTES, Deployment, PlanError
 from .model_shape import LayerShape, ModelShape, shape_fingerprint
+from .records import versions
 from .stored_weights import StoredWeights
 from .support import TEXT_MODELS_WITHIN
 
@@ -50,7 +49,7 @@ def plan_memory(
             compression.method.require("prefill chunks")
     described = [planner.describe(compression) for compression in (None, *compressions)]
     return {
-        "versions": {"python": platform.python_version(), "pyramidkv": version("pyramidkv")},
+        "versions": versions(),
         "model": _describe_model(shape),
         "deployment": {**asdict(deployment), "kv_dtype": planner.kv_dtype},
         "weights": {"parameters": shape.parameters, **asdict(planner.weights)},

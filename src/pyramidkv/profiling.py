@@ -244,9 +244,7 @@ def _measure_sample(
         sizes = {"sinks": options.sink_tokens, "recent": options.window_size}
         totals[layer].add(measure_attention(voting, keys[0], scale, softcap, **sizes), options)
 
-    # Nothing is generated: one token per layer is all that is kept.
-    method = METHODS["streamingllm"].with_options(sink_tokens=1)
-    cache = CompressedCache(model, method, 1, on_layer=on_layer, observe=observe)
+    cache = CompressedCache.for_observing(model, observe, on_layer)
     tokens = torch.tensor([ids], device=model.device)
     process(model, cache, tokens, torch.ones_like(tokens), [len(ids)])
 

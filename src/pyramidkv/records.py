@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from .errors import first_line
+
+
+def versions(*packages: str) -> dict[str, str]:
+    """Return the versions a result depends on: Python, this package and those named."""
+    names = ("pyramidkv", *packages)
+    return {"python": platform.python_version(), **{name: version(name) for name in names}}
 
 
 @contextmanager

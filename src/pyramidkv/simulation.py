@@ -14,7 +14,6 @@ neither torch nor transformers.
 
 from __future__ import annotations
 
-import platform
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from fractions import Fraction
@@ -27,6 +26,7 @@ from numpy.typing import NDArray
 
 from .budgets import Allocation, Entropy, Power, Pyramid, Uniform, apportion, check_budget
 from .errors import PyramidKVError
+from .records import versions
 
 Profile = Literal["falling", "flat", "rising"]
 """How a quantity changes from the lowest layer to the highest."""
@@ -293,7 +293,7 @@ def simulate(
     recall = dict(zip(schedules, (found / sum(model.needles_by_layer())).T, strict=True))
     kept = dict(zip(schedules, attention.T, strict=True))
     return {
-        "versions": _versions(),
+        "versions": versions("numpy"),
         "model": asdict(model),
         "budget": budget,
         "seed": seed,
@@ -385,13 +385,3 @@ def _check_whole(name: str, value: object, lowest: int, highest: int) -> None:
 def _check_number(name: str, value: object, highest: int) -> None:
     if type(value) not in (int, float) or not 0 <= value <= highest:  # type: ignore[operator]
         raise SimulationError(f"{name} is {value!r}; it must be a number from 0 to {highest}")
-
-
-def _versions() -> dict[str, str]:
-    from . import __version__
-
-    return {
-        "python": platform.python_version(),
-        "pyramidkv": __version__,
-        "numpy": np.__version__,
-    }

@@ -233,10 +233,10 @@ def measure(
     tokenizer: PreTrainedTokenizerBase, context: str, question: str, answer_prefix: str
 ) -> int:
     """Return the tokens of a prompt in the model's chat template, the answer's prefix included."""
-    from ..evaluation.answers import encode_sample
+    from ..evaluation.answers import sample_ids
 
     sample = Sample("measured", 0, context, question, (), "match_all", 0, answer_prefix)
-    return len(encode_sample(tokenizer, sample, None).ids)
+    return len(sample_ids(tokenizer, sample))
 
 
 def _compressions(given: dict[str, Any]) -> list[Compression]:
@@ -245,15 +245,11 @@ def _compressions(given: dict[str, Any]) -> list[Compression]:
         name: given[name] for name in ("window_size", "sink_tokens") if given[name] is not None
     }
     result = []
-    for item in inputs.names(given["methods"]):
-        name, _, allocation = item.partition(":")
-        own: dict[str, Any] = {"allocation": allocation} if allocation else {}
+    for name, own in inputs.named_methods(given["methods"], "--methods"):
         if not get_method(name).evicts:
             result.append(make_compression(name))
             continue
         result += [make_compression(name, budget, **shared, **own) for budget in budgets]
-    if not result:
-        raise inputs.InputError("--methods names no method; give such as full,snapkv,pyramidkv")
     return result
 
 

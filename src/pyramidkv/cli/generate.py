@@ -50,7 +50,7 @@ def generate(
     options.quiet_transformers()
     # From here on torch and transformers are needed.
     from .. import loading, prompts
-    from ..model_shape import shape_fingerprint
+    from ..model_shape import layers_to_compress
     from ..support import full_attention_layers
 
     config = loading.load_config(model)
@@ -60,7 +60,7 @@ def generate(
     prompts.check_settings(max_new_tokens, temperature)
     prompts.check_chunk(prefill_chunk)
     ids = prompts.encode_prompt(tokenizer, text, chat, limit, max_new_tokens)
-    compression.check(len(layers), lambda: shape_fingerprint(config.to_dict()))
+    layers_to_compress(config, compression)
     if dry_run or not compression.measured:
         schedule = compression.schedule(len(layers), ids.shape[1])
     else:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 import sys
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -135,10 +136,16 @@ def write_output(path: Path | None, value: Any) -> None:
     Raises:
         InputError: the file cannot be written.
     """
-    if path is None:
-        return
+    if path is not None:
+        with _told(path):
+            write_json(path, value)
+
+
+@contextmanager
+def _told(path: Path) -> Iterator[None]:
+    """Say in a sentence if a file cannot be written."""
     try:
-        write_json(path, value)
+        yield
     except OSError as error:
         raise InputError(f"cannot write {str(path)!r}: {error.strerror}") from None
 
@@ -149,11 +156,8 @@ def write_text(path: Path, text: str) -> None:
     Raises:
         InputError: the file cannot be written.
     """
-    try:
-        with replacing(path) as temporary:
-            temporary.write_bytes(text.encode())
-    except OSError as error:
-        raise InputError(f"cannot write {str(path)!r}: {error.strerror}") from None
+    with _told(path), replacing(path) as temporary:
+        temporary.write_bytes(text.encode())
 
 
 def write_picture(path: Path, figure: Figure) -> None:
@@ -164,10 +168,8 @@ def write_picture(path: Path, figure: Figure) -> None:
     """
     from ..plots import style
 
-    try:
+    with _told(path):
         style.save(figure, path)
-    except OSError as error:
-        raise InputError(f"cannot write {str(path)!r}: {error.strerror}") from None
 
 
 def check_seed(seed: int) -> None:
@@ -220,6 +222,19 @@ def bytes_per_second(text: str | None, option: str) -> int | None:
 def names(text: str) -> list[str]:
     """Read names separated by commas."""
     return [name.strip() for name in text.split(",") if name.strip()]
+
+
+def named_methods(text: str, option: str) -> list[tuple[str, dict[str, Any]]]:
+    """Read `METHOD[:ALLOCATION]`, separated by commas: names, and the options that follow.
+
+    Raises:
+        InputError: there is none.
+    """
+    listed = names(text)
+    if not listed:
+        raise InputError(f"{option} names no method; give such as snapkv,pyramidkv")
+    parts = (item.partition(":") for item in listed)
+    return [(name, {"allocation": rule} if rule else {}) for name, _, rule in parts]
 
 
 def layer_budgets(text: str | None) -> tuple[int, ...] | None:

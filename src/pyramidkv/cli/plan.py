@@ -98,34 +98,27 @@ def plan(
 
 def _compressions(given: dict[str, Any], compare: str | None) -> list[Compression]:
     """Return what stands beside the full cache: nothing, if no method and no amount is given."""
-    chosen = options.method_options(given)
     amounts = {name: given[name] for name in options.AMOUNTS.options}
     amounts.pop("prefill_chunk")
     method = amounts.pop("method")
     if compare is not None:
         if method is not None:
             raise inputs.InputError("give one --method or several to --compare; both given")
-        return _compared(inputs.names(compare), amounts, chosen)
-    if method is None and not chosen and all(value is None for value in amounts.values()):
+        return _compared(compare, amounts, options.method_options(given))
+    names = (*amounts, *options.METHOD_OPTIONS.options)
+    if method is None and all(given[name] is None for name in names):
         return []
-    compression = make_compression(method or "pyramidkv", **amounts, **chosen)
+    compression = options.compression_from(given)
     return [compression] if compression.method.evicts else []
 
 
-def _compared(
-    listed: list[str], amounts: dict[str, Any], chosen: dict[str, Any]
-) -> list[Compression]:
+def _compared(compare: str, amounts: dict[str, Any], chosen: dict[str, Any]) -> list[Compression]:
     """Return the methods to compare; each takes those options that mean something to it."""
-    if not listed:
-        raise inputs.InputError("--compare names no method; give such as snapkv,pyramidkv")
     result = []
     unused = set(chosen)
-    for item in listed:
-        name, _, allocation = item.partition(":")
+    for name, asked in inputs.named_methods(compare, "--compare"):
         method = get_method(name)
-        own = dict(chosen)
-        if allocation:
-            own["allocation"] = allocation
+        own = {**chosen, **asked}
         allocation = own.get("allocation", method.options.allocation)
         own = {key: own[key] for key in own if method.takes(key, allocation)}
         unused -= set(own)

@@ -55,6 +55,19 @@ class Answer:
     footprint: float
 
 
+def sample_ids(tokenizer: PreTrainedTokenizerBase, sample: Sample) -> list[int]:
+    """Return a sample's tokens, its answer's prefix included, however many they are."""
+    ids = _format(tokenizer, sample).encode(sample.question, sample.context)
+    if sample.answer_prefix:
+        prefix = tokenizer(sample.answer_prefix, add_special_tokens=False, verbose=False)
+        ids += list(prefix["input_ids"])
+    return ids
+
+
+def _format(tokenizer: PreTrainedTokenizerBase, sample: Sample) -> PromptFormat:
+    return PromptFormat(tokenizer, sample.chat and tokenizer.chat_template is not None, "")
+
+
 def encode_sample(tokenizer: PreTrainedTokenizerBase, sample: Sample, limit: int | None) -> Prompt:
     """Return a sample's tokens in the model's own chat template, if the task is put into one.
 
@@ -69,13 +82,10 @@ def encode_sample(tokenizer: PreTrainedTokenizerBase, sample: Sample, limit: int
     Raises:
         PromptError: not even the question fits.
     """
-    form = PromptFormat(tokenizer, sample.chat and tokenizer.chat_template is not None, "")
-    ids = form.encode(sample.question, sample.context)
+    form = _format(tokenizer, sample)
+    ids = sample_ids(tokenizer, sample)
     space = sample.question[: len(sample.question) - len(sample.question.lstrip())]
     fixed = common_prefix(ids, form.encode_context(sample.context + space))
-    if sample.answer_prefix:
-        prefix = tokenizer(sample.answer_prefix, add_special_tokens=False, verbose=False)
-        ids += list(prefix["input_ids"])
     most = len(ids) if limit is None else limit - sample.max_new_tokens
     dropped = max(0, len(ids) - most)
     behind = len(ids) - fixed
