@@ -207,7 +207,8 @@ class CompressedCache(Cache):
 
     def _admit(self, tokens: int, layer_idx: int) -> None:
         """Refuse tokens before a layer of another kind takes them."""
-        if not self._config._attn_implementation.startswith(attention.PREFIX):
+        first = self._next == 0 or layer_idx == 0  # reading a configuration takes its time
+        if first and not self._config._attn_implementation.startswith(attention.PREFIX):
             raise CacheStateError(
                 "this compressed cache is used outside of the `compress` block it was made in, or "
                 "the model's attention implementation was changed meanwhile; stay inside the "

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,24 +22,8 @@ from .errors import CacheStateError
 from .plan import CachePlan
 from .rotary import move_keys
 from .selection import select
-from .storage import RowStorage, right_aligned
+from .storage import RowStorage, for_later_passes, right_aligned
 from .votes import Votes
-
-_Method = TypeVar("_Method", bound=Callable[..., Any])
-
-
-def _for_later_passes(method: _Method) -> _Method:
-    """Make the tensors that a method stores usable in later passes, of whatever grad mode.
-
-    Tensors made under `torch.inference_mode` could not be written to outside of it.
-    """
-
-    @functools.wraps(method)
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
-        with torch.inference_mode(False), torch.no_grad():
-            return method(*args, **kwargs)
-
-    return wrapper  # type: ignore[return-value]
 
 
 class CompressedLayer(CacheLayerMixin):
@@ -74,7 +58,6 @@ class CompressedLayer(CacheLayerMixin):
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.is_initialized = True
 
-    @_for_later_passes
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
@@ -87,15 +70,22 @@ class CompressedLayer(CacheLayerMixin):
             self._storage.append(keys, values)
             keys, values = self._storage.keys, self._storage.values
         elif self._storage is not None:
-            stored = [self._storage.keys, self._storage.values]
-            self._storage = None  # nothing is held twice
-            keys = torch.cat([stored.pop(0), keys.detach()], dim=2)
-            values = torch.cat([stored.pop(0), values.detach()], dim=2)
+            keys, values = self._join(keys, values)
         self._tokens_seen += now.tokens
         setattr(keys, LAYER_TAG, self)
         return keys, values
 
-    @_for_later_passes
+    @for_later_passes
+    def _join(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Put a piece of the prompt behind what is held of it, and let go of that."""
+        assert self._storage is not None
+        stored = [self._storage.keys, self._storage.values]
+        self._storage = None  # nothing is held twice
+        keys = torch.cat([stored.pop(0), keys.detach()], dim=2)
+        values = torch.cat([stored.pop(0), values.detach()], dim=2)
+        return keys, values
+
+    @for_later_passes
     def __deepcopy__(self, memo: dict[int, Any]) -> CompressedLayer:
         """Return an independent copy; its plan is the copy that `memo` has of this one's."""
         result = copy.copy(self)
@@ -151,7 +141,7 @@ class CompressedLayer(CacheLayerMixin):
             )
         return -tokens_to_remove
 
-    @_for_later_passes
+    @for_later_passes
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Keep these rows of the batch, in this order, some perhaps several times."""
 
@@ -202,12 +192,11 @@ class CompressedLayer(CacheLayerMixin):
             self._mark_padding(tokens, now.new)
         return self._storage.visible()
 
-    @_for_later_passes
+    @for_later_passes
     def _mark_padding(self, tokens: int, new: Sequence[int]) -> None:
         assert self._storage is not None
         self._storage.mark_padding(tokens, new)
 
-    @_for_later_passes
     def finish(
         self, queries: Tensor, keys: Tensor, values: Tensor, scale: float, softcap: float | None
     ) -> None:
@@ -218,6 +207,18 @@ class CompressedLayer(CacheLayerMixin):
             keys, values: `[batch, kv_heads, rows, head_dim]`, as `update` handed them out.
             scale, softcap: of the model's attention logits.
         """
+        plan = self._plan
+        now = plan.current
+        assert now is not None
+        if now.in_prompt or now.votes or plan.remembers:
+            self._vote_and_evict(queries, keys, values, scale, softcap)
+        plan.end(self.index)
+
+    @for_later_passes
+    def _vote_and_evict(
+        self, queries: Tensor, keys: Tensor, values: Tensor, scale: float, softcap: float | None
+    ) -> None:
+        """Do what `finish` does, if there is anything to do."""
         plan, votes = self._plan, self._votes
         now = plan.current
         assert now is not None
@@ -246,7 +247,6 @@ class CompressedLayer(CacheLayerMixin):
             plan.freed.add(keys.device, keys.nbytes + values.nbytes)
             if now.completes:
                 self._tokens_seen -= plan.question
-        plan.end(self.index)
 
     def _context_voters(self, queries: Tensor) -> Tensor:
         """Return the last queries before the question, which is not to vote any more."""

@@ -70,6 +70,7 @@ class CachePlan:
         seen: real tokens of each row so far.
         kept: rows each layer held after it was last brought to its budget, per batch row.
         since: real tokens of each row that came after that.
+        accumulates: whether scores are sums that later queries add to.
     """
 
     compression: Compression
@@ -99,17 +100,14 @@ class CachePlan:
     layers_done: int = 0
     current: ForwardPass | None = None
     freed: FreedMemory = field(default_factory=FreedMemory)
+    accumulates: bool = field(init=False)
 
     def __post_init__(self) -> None:
         method = self.compression.method
         if method.make_score is not None:
             self.score = method.make_score(method.options)
             self.pooling = method.options.make_pooling()
-
-    @property
-    def accumulates(self) -> bool:
-        """Whether scores are sums that later queries add to."""
-        return isinstance(self.score, AccumulatingScore)
+        self.accumulates = isinstance(self.score, AccumulatingScore)
 
     @property
     def measures(self) -> bool:

@@ -2,7 +2,7 @@
 
 All scores share one signature and return float32 of shape `[batch, kv_heads, tokens]` where larger
 means keep. States are those after the rotary embedding. Work is done in blocks of queries, so the
-memory beyond inputs and result stays near `WORKSPACE_BYTES` whatever the prompt length, and an
+memory beyond inputs and result stays near `workspace_bytes` whatever the prompt length, and an
 N x N matrix never exists.
 """
 
@@ -18,7 +18,12 @@ from torch import Tensor
 Reduction = Literal["mean", "max"]
 
 WORKSPACE_BYTES = 4 * 2**20
-"""Aim for the largest block of attention weights held at once, in bytes of float32."""
+"""Aim for the largest block of attention weights held at once, in bytes of float32, on a CPU: what
+its caches hold."""
+
+GPU_WORKSPACE_BYTES = 128 * 2**20
+"""The same on other devices, where many small blocks cost more than their arithmetic. A large
+model's feed-forward layers take several times as much of a prompt of the same length."""
 
 
 class Score(Protocol):
@@ -178,6 +183,11 @@ class Recency:
         return _mask_padding(positions.expand(batch, kv_heads, tokens).clone(), valid)
 
 
+def workspace_bytes(device: torch.device) -> int:
+    """Return what a block of attention weights may take on a device, in bytes."""
+    return WORKSPACE_BYTES if device.type == "cpu" else GPU_WORKSPACE_BYTES
+
+
 def _mask_padding(scores: Tensor, valid: Tensor | None) -> Tensor:
     if valid is not None:
         scores.masked_fill_(~valid[:, None], float("-inf"))
@@ -204,7 +214,7 @@ def _reduce_attention(
     grouped = queries.reshape(batch, kv_heads, group, count, head_dim)
     shape = (batch, kv_heads, group, tokens)
     result = torch.empty(shape, dtype=torch.float32, device=keys.device)
-    head_step = max(1, WORKSPACE_BYTES // (4 * group * count * tokens))
+    head_step = max(1, workspace_bytes(keys.device) // (4 * group * count * tokens))
     for row in range(batch):
         row_valid = None if valid is None else valid[row]
         for head in range(0, kv_heads, head_step):
@@ -270,7 +280,7 @@ def visit_attention(
     heads, group, count, head_dim = queries.shape
     tokens = keys.shape[1]
     keys_transposed = keys.float().transpose(1, 2)
-    step = max(1, WORKSPACE_BYTES // (4 * heads * group * tokens))
+    step = max(1, workspace_bytes(keys.device) // (4 * heads * group * tokens))
     for start in range(0, count, step):
         rows = min(step, count - start)
         seen = tokens - count + start + rows  # later tokens are hidden from all of these queries

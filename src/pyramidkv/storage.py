@@ -2,13 +2,31 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from .compression import GROWTH_ROWS
+
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
+
+def for_later_passes(method: _Method) -> _Method:
+    """Make the tensors that a method stores usable in later passes, of whatever grad mode.
+
+    Tensors made under `torch.inference_mode` could not be written to outside of it.
+    """
+
+    @functools.wraps(method)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        with torch.inference_mode(False), torch.no_grad():
+            return method(*args, **kwargs)
+
+    return wrapper  # type: ignore[return-value]
 
 
 class RowStorage:
@@ -150,6 +168,7 @@ class RowStorage:
             )
         return result
 
+    @for_later_passes
     def _resize(self, capacity: int) -> None:
         resized = []
         for old in self._tensors:
