@@ -41,11 +41,16 @@ def load(arguments: argparse.Namespace) -> tuple[Any, torch.Tensor]:
     """Return the model and a prompt of exactly the asked length, `[1, tokens]`."""
     torch.set_num_threads(arguments.threads)
     tokenizer = loading.load_tokenizer(arguments.model)
-    model = loading.load_model(arguments.model, dtype=arguments.dtype, device="cpu")
+    model = loading.load_model(arguments.model, dtype=arguments.dtype, device=_device(arguments))
     text = files("pyramidkv").joinpath("data/constitution.txt").read_text("utf-8")
     ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
     ids = (ids * (arguments.tokens // len(ids) + 1))[: arguments.tokens]
-    return model, torch.tensor([ids])
+    return model, torch.tensor([ids], device=_device(arguments))
+
+
+def _device(arguments: argparse.Namespace) -> str:
+    """Return where the model runs: on the CPU, unless a benchmark has an option for it."""
+    return getattr(arguments, "device", "cpu")
 
 
 def median(values: list[float]) -> float:
@@ -63,7 +68,7 @@ def report(arguments: argparse.Namespace, figures: dict[str, Any]) -> None:
     """Print the figures' circumstances, and keep them if asked."""
     circumstances = {
         "versions": measure.versions(),
-        "machine": measure.machine(torch.device("cpu")),
+        "machine": measure.machine(torch.device(_device(arguments))),
         "arguments": {k: str(v) for k, v in vars(arguments).items() if k != "output"},
     }
     print(f"\n{json.dumps(circumstances)}")

@@ -3,7 +3,7 @@
 Both answer the same needle samples with the same methods and budgets, in turns: first all at once
 (`answer_sample` with all of them), then one after the other. The answers must be the same.
 
-    python benchmarks/many.py [--model M] [--tokens 4096] [--samples 3] [--agnostic]
+    python benchmarks/many.py [--model M] [--tokens 4096] [--samples 3] [--agnostic] [--device D]
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ BUDGETS = (64, 128, 256, 512)
 def main() -> None:
     parser = common.parser(__doc__)
     parser.set_defaults(tokens=4096)
+    parser.add_argument("--device", default="cpu", help="such as cuda:0")
     parser.add_argument("--samples", type=int, default=3)
     parser.add_argument("--new-tokens", type=int, default=32, help="most tokens of an answer")
     parser.add_argument("--agnostic", action="store_true")
