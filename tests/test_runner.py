@@ -169,7 +169,7 @@ def test_another_run_is_not_mixed_in(model, tokenizer, tmp_path):
         ({"arms": fewer}, "arms"),
         ({"agnostic": True}, "agnostic"),
         ({"limit": 100}, "limit"),
-        ({"settings": {"seed": 1}}, "settings"),
+        ({"settings": {"seed": 1}}, r"settings \(seed\)"),
         ({"agnostic": True, "shard": Shard(1, 2)}, "agnostic"),
     ):
         given = {"samples": make_samples(3), "arms": ARMS, **changes}

@@ -11,16 +11,19 @@ if TYPE_CHECKING:
     from .budgets import BudgetError
     from .cache import CompressedCache
     from .chat import Chat
+    from .checked_score import ScoreError
     from .compression import Compression
     from .context import CompressedContext, compress_context
     from .deployment import Deployment, PlanError
     from .engine import compress
     from .errors import CacheStateError, ContextFileError, PromptError, PyramidKVError
     from .generation import Generation, generate
-    from .methods import METHODS, Method, MethodError, get_method
+    from .methods import METHODS, Method, MethodError, Options, get_method, register_method
     from .planning import plan_memory
+    from .plugins import PluginError, load_plugin
     from .profiling import AttentionProfile, profile_attention
     from .schedule_profile import ProfileError, ScheduleProfile
+    from .scores import AccumulatingScore, Score
     from .support import SUPPORTED_MODEL_TYPES, UnsupportedModelError
 
 __version__ = version("pyramidkv")
@@ -31,16 +34,19 @@ _HOMES = {
     "budgets": ("BudgetError",),
     "cache": ("CompressedCache",),
     "chat": ("Chat",),
+    "checked_score": ("ScoreError",),
     "context": ("CompressedContext", "compress_context"),
     "deployment": ("Deployment", "PlanError"),
     "engine": ("compress",),
     "errors": ("CacheStateError", "ContextFileError", "PromptError", "PyramidKVError"),
     "generation": ("Generation", "generate"),
     "compression": ("Compression",),
-    "methods": ("METHODS", "Method", "MethodError", "get_method"),
+    "methods": ("METHODS", "Method", "MethodError", "Options", "get_method", "register_method"),
     "planning": ("plan_memory",),
+    "plugins": ("PluginError", "load_plugin"),
     "profiling": ("AttentionProfile", "profile_attention"),
     "schedule_profile": ("ProfileError", "ScheduleProfile"),
+    "scores": ("AccumulatingScore", "Score"),
     "support": ("SUPPORTED_MODEL_TYPES", "UnsupportedModelError"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
@@ -48,6 +54,7 @@ _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 __all__ = [
     "METHODS",
     "SUPPORTED_MODEL_TYPES",
+    "AccumulatingScore",
     "AttentionError",
     "AttentionProfile",
     "BudgetError",
@@ -61,19 +68,25 @@ __all__ = [
     "Generation",
     "Method",
     "MethodError",
+    "Options",
     "PlanError",
+    "PluginError",
     "ProfileError",
     "PromptError",
     "PyramidKVError",
     "ScheduleProfile",
+    "Score",
+    "ScoreError",
     "UnsupportedModelError",
     "__version__",
     "compress",
     "compress_context",
     "generate",
     "get_method",
+    "load_plugin",
     "plan_memory",
     "profile_attention",
+    "register_method",
 ]
 
 

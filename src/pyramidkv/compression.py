@@ -258,8 +258,20 @@ def describe_method(parameters: Mapping[str, Any] | None) -> str:
     allocation = parameters.get("allocation")
     if name in METHODS and allocation not in (None, METHODS[name].options.allocation):
         name += f" ({allocation})"
-    if parameters["budget"] is not None:
-        return f"{name} {parameters['budget']}"
-    if parameters["compression_ratio"] is not None:
-        return f"{name} {parameters['compression_ratio']:.0%} off"
-    return name
+    return name + _amount_in_words(parameters)
+
+
+def without_amount(name: str, parameters: Mapping[str, Any]) -> str:
+    """Return what `describe_method` said of these parameters, without how much is kept.
+
+    It is taken from the name, since the method's own allocation may not be known any more.
+    """
+    return name.removesuffix(_amount_in_words(parameters))
+
+
+def _amount_in_words(parameters: Mapping[str, Any]) -> str:
+    if parameters.get("budget") is not None:
+        return f" {parameters['budget']}"
+    if parameters.get("compression_ratio") is not None:
+        return f" {parameters['compression_ratio']:.0%} off"
+    return ""

@@ -173,7 +173,8 @@ class _Branches:
 def _choose(compression: Compression, count: int, states: _States) -> Tensor:
     """Return what a compression keeps of a layer, int64 `[1, kv_heads, count]`, ascending."""
     keys, options = states.keys, compression.method.options
-    if count == keys.shape[2] or compression.method.make_score is None:
+    score = None if count == keys.shape[2] else compression.method.build_score()
+    if score is None:
         return torch.arange(count, device=keys.device).expand(*keys.shape[:2], -1)
-    scores = states.scores(compression.method.make_score(options))
+    scores = states.scores(score)
     return select(scores, count, options.sink_tokens, options.window_size, options.make_pooling())

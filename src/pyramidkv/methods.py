@@ -1,14 +1,15 @@
 """Compression methods by name: each is a score, an allocation and a selection.
 
-To add a method, write its score (or take one of `scores.py`), and add one `Method` to `METHODS`.
-Nothing here knows about a model or an engine. This module does not import torch: listing methods
-and printing schedules stay fast.
+To add a method, write its score (or take one of `scores.py`), and add one `Method` to `METHODS`;
+from outside of this package, with `register_method`. Nothing here knows about a model or an engine.
+This module does not import torch: listing methods and printing schedules stay fast.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -199,11 +200,10 @@ _OPTIONS_OF_ALLOCATIONS: dict[str, tuple[str, ...]] = {
     "share_floor": ("entropy",),
 }
 _ALLOCATION_OPTIONS = frozenset({"allocation", "layer_budgets", *_OPTIONS_OF_ALLOCATIONS})
-_WINDOW_OPTIONS = (
-    _SHARED_OPTIONS
-    | _ALLOCATION_OPTIONS
-    | {"pooling", "kernel_size", "group_reduce", "window_reduce", "value_norm"}
-)
+SELECTION_OPTIONS = _SHARED_OPTIONS | _ALLOCATION_OPTIONS | {"pooling", "kernel_size"}
+"""Names of the options that mean something whatever the score is."""
+
+_WINDOW_OPTIONS = SELECTION_OPTIONS | {"group_reduce", "window_reduce", "value_norm"}
 
 
 _IN_WORDS: dict[Capability, str] = {
@@ -223,7 +223,8 @@ class Method:
         source: paper and section.
         make_score: builds the score from the options; None keeps every token.
         options: the method's settings.
-        settable: names of the options that mean something for this method.
+        settable: names of the options that mean something for this method; by default all, as for
+            a score of the window's attention.
         renumber: number the kept tokens anew, without gaps, up to the next position.
         supports: what the method can do beyond compressing a prompt in one piece.
     """
@@ -241,6 +242,20 @@ class Method:
     def evicts(self) -> bool:
         """Whether the method removes tokens at all."""
         return self.make_score is not None
+
+    def build_score(self) -> Score | None:
+        """Return the score; None if every token is kept.
+
+        What is not of this package is checked while it is used: see `checked_score`.
+
+        Raises:
+            ScoreError: it cannot be made.
+        """
+        if self.make_score is None:
+            return None
+        from .checked_score import build_score
+
+        return build_score(self.name, self.make_score, self.options)
 
     @property
     def needs_window(self) -> bool:
@@ -372,7 +387,7 @@ METHODS: dict[str, Method] = {
             "arXiv 2306.14048, section 4",
             _accumulated_attention,
             Options(kernel_size=1, group_reduce="mean"),
-            _SHARED_OPTIONS | _ALLOCATION_OPTIONS | {"group_reduce", "pooling", "kernel_size"},
+            SELECTION_OPTIONS | {"group_reduce"},
         ),
         Method(
             "snapkv",
@@ -421,5 +436,50 @@ def get_method(name: str, **options: Any) -> Method:
         MethodError: no method has this name, or an option does not fit.
     """
     if name not in METHODS:
-        raise MethodError(f"unknown method {name!r}; the methods are: {', '.join(METHODS)}")
+        raise MethodError(
+            f"unknown method {name!r}; the methods are: {', '.join(METHODS)}, and those of a file "
+            "given with --plugin"
+        )
     return METHODS[name].with_options(**options)
+
+
+_NAME = re.compile(r"[a-z0-9]+([-_.][a-z0-9]+)*")
+
+
+def register_method(method: Method) -> Method:
+    """Add a method to the registry, so that it can be named as those of this package; return it.
+
+    The same method may be registered again.
+
+    Raises:
+        MethodError: it is no `Method`, has a name that is taken or that the command line could not
+            read, or names options or capabilities that do not exist.
+    """
+    if not isinstance(method, Method):
+        raise MethodError(f"{method!r} is no method; give a pyramidkv.Method")
+    name = method.name
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise MethodError(
+            f"a method cannot have the name {name!r}; take lower-case letters and digits, with "
+            "single '-', '_' or '.' between them, such as my-method"
+        )
+    if METHODS.get(name, method) != method:
+        raise MethodError(f"the name {name!r} is taken by another method; choose another name")
+    if not (method.make_score is None or callable(method.make_score)):
+        raise MethodError(
+            f"make_score of {name} is {method.make_score!r}; give a function that takes the "
+            "options and returns the score"
+        )
+    if not isinstance(method.options, Options):
+        raise MethodError(f"options of {name} are {method.options!r}; give pyramidkv.Options")
+    _check_names(name, "settable", method.settable, [f.name for f in dataclasses.fields(Options)])
+    _check_names(name, "supports", method.supports, get_args(Capability))
+    METHODS[name] = method
+    return method
+
+
+def _check_names(method: str, what: str, given: Any, allowed: Sequence[str]) -> None:
+    if not isinstance(given, frozenset) or not given <= set(allowed):
+        raise MethodError(
+            f"{what} of {method} is {given!r}; give a frozenset of names among {', '.join(allowed)}"
+        )

@@ -104,8 +104,8 @@ class CachePlan:
 
     def __post_init__(self) -> None:
         method = self.compression.method
-        if method.make_score is not None:
-            self.score = method.make_score(method.options)
+        self.score = method.build_score()
+        if self.score is not None:
             self.pooling = method.options.make_pooling()
         self.accumulates = isinstance(self.score, AccumulatingScore)
 

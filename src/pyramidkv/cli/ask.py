@@ -10,7 +10,13 @@ import typer
 from . import contexts, display, inputs, options
 
 
-@options.taking(options.AMOUNTS, options.METHOD_OPTIONS, options.GENERATION, options.MODEL)
+@options.taking(
+    options.AMOUNTS,
+    options.METHOD_OPTIONS,
+    options.PLUGINS,
+    options.GENERATION,
+    options.MODEL,
+)
 def ask(
     model: options.Model,
     context: options.ContextFile = None,
@@ -31,6 +37,7 @@ def ask(
 ) -> None:
     """Ask questions of one document: it is processed once, each question starts from there."""
     given |= {"model": model, "context": context, "load": load}
+    plugins = options.load_plugins(given)
     text = contexts.check(given)
     questions = question or []
     if not questions and save is None:
@@ -39,8 +46,9 @@ def ask(
         why = "a saved context is compressed already" if load is not None else "none is given"
         raise inputs.InputError(f"--query-aware lets the first question vote, but {why}")
     # A context that is loaded is in memory before anything is saved, so that it may be replaced.
-    inputs.check_files({"--output": output}, [context, load, given["schedule"]], model)
-    inputs.check_files({"--save": save, "--output": output}, [context, given["schedule"]], model)
+    read = [context, given["schedule"], *plugins]
+    inputs.check_files({"--output": output}, [load, *read], model)
+    inputs.check_files({"--save": save, "--output": output}, read, model)
 
     options.quiet_transformers()
     from transformers import set_seed

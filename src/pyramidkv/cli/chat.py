@@ -24,6 +24,7 @@ HELP = "/reset forgets the turns, /save FILE keeps document and turns, /exit lea
 @options.taking(
     options.AMOUNTS,
     options.METHOD_OPTIONS,
+    options.PLUGINS,
     options.GENERATION,
     options.MODEL,
     max_new_tokens=512,
@@ -41,6 +42,7 @@ def chat(
             "the document cannot come from standard input, where the questions come from; give a "
             "file to --context"
         )
+    options.load_plugins(given)
     text = contexts.check(given)
 
     options.quiet_transformers()

@@ -11,6 +11,7 @@ import typer
 from ..compression import Compression, make_compression
 from ..evaluation.sample import Sample
 from ..methods import get_method
+from ..plugins import describe_plugins
 from . import display, inputs, options
 
 if TYPE_CHECKING:
@@ -45,6 +46,7 @@ _SHARED = options.Group(
     "What is judged",
     {
         "methods": (Methods, METHODS),
+        "plugin": (options.Plugins, None),
         "budgets": (Budgets, "64,128,256,512"),
         "agnostic": (Agnostic, False),
         "shard": (Part, "1/1"),
@@ -202,7 +204,10 @@ def _evaluate(
     limit: int | None = None,
 ) -> None:
     """Answer the samples that `make` makes, given what measures a prompt, and show the summary."""
+    plugins = options.load_plugins(given)
     compressions = _compressions(given)
+    if plugins:
+        settings = {**settings, "plugins": describe_plugins(plugins)}
     options.quiet_transformers()
     from .. import loading
     from ..evaluation.folders import read_lines, read_settings

@@ -16,7 +16,13 @@ if TYPE_CHECKING:
     from ..generation import Generation
 
 
-@options.taking(options.AMOUNTS, options.METHOD_OPTIONS, options.GENERATION, options.MODEL)
+@options.taking(
+    options.AMOUNTS,
+    options.METHOD_OPTIONS,
+    options.PLUGINS,
+    options.GENERATION,
+    options.MODEL,
+)
 def generate(
     model: options.Model,
     source: Annotated[
@@ -38,10 +44,11 @@ def generate(
     """Generate from a prompt with a compressed KV cache."""
     chat, prefill_chunk, seed = given["chat"], given["prefill_chunk"], given["seed"]
     max_new_tokens, temperature = given["max_new_tokens"], given["temperature"]
+    plugins = options.load_plugins(given)
     compression = options.compression_from(given)
     inputs.check_seed(seed)
     text = inputs.read_prompt(prompt, prompt_file, source)
-    inputs.check_files({"--output": output}, [prompt_file, given["schedule"]], model)
+    inputs.check_files({"--output": output}, [prompt_file, given["schedule"], *plugins], model)
     if dry_run and (output is not None or compare):
         raise inputs.InputError(
             "--dry-run runs nothing, so it takes neither --output nor --compare"

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from typing import get_args
+from collections.abc import Iterable
+from typing import Any, get_args
 
 import typer
 
 from ..methods import METHODS, Capability, Method
+from . import options
 
 _CAPABILITIES: tuple[Capability, ...] = get_args(Capability)
+_OF_SCORES = ("group_reduce", "window_reduce", "value_norm", "pooling", "kernel_size")
 
 
-def methods() -> None:
+@options.taking(options.PLUGINS)
+def methods(**given: Any) -> None:
     """List the compression methods: what each keeps, its settings and its options."""
+    options.load_plugins(given)
     for method in METHODS.values():
         typer.secho(method.name, bold=True)
         typer.echo(f"  {method.summary}")
@@ -35,23 +40,26 @@ def methods() -> None:
 
 
 def _settings(method: Method) -> str:
-    options = method.options
-    exact = "not exact" if options.allocation == "official" else "exact"
-    parts = [f"{options.allocation} budgets, {exact}", f"{options.sink_tokens} sinks"]
-    if options.window_size:
-        parts.append(f"window {options.window_size}")
-    if options.kernel_size > 1:
-        parts.append(f"{options.pooling}-pool {options.kernel_size}")
+    own = method.options
+    exact = "not exact" if own.allocation == "official" else "exact"
+    parts = [f"{own.allocation} budgets, {exact}", f"{own.sink_tokens} sinks"]
+    if own.window_size:
+        parts.append(f"window {own.window_size}")
+    if own.kernel_size > 1:
+        parts.append(f"{own.pooling}-pool {own.kernel_size}")
     if method.needs_window:
-        parts.append(f"{options.group_reduce} over the group")
+        parts.append(f"{own.group_reduce} over the group")
     return "; ".join(parts)
 
 
 def _options(method: Method) -> str:
-    words = ["--window-size, --sink-tokens"]
-    if method.needs_window:
-        words.append("score options")
-    elif "pooling" in method.settable:
-        words.append("--group-reduce, --pooling, --kernel-size")
-    words.append("budget options" if "allocation" in method.settable else "--beta")
-    return ", ".join(words)
+    groups = [
+        _flags(method, ("window_size", "sink_tokens")),
+        "score options" if set(_OF_SCORES) <= method.settable else _flags(method, _OF_SCORES),
+        "budget options" if "allocation" in method.settable else _flags(method, ("beta",)),
+    ]
+    return ", ".join(group for group in groups if group) or "none"
+
+
+def _flags(method: Method, names: Iterable[str]) -> str:
+    return ", ".join(f"--{name.replace('_', '-')}" for name in names if name in method.settable)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 import typer
 
 from ..compression import Compression, make_compression
+from ..plugins import load_plugin
 from ..schedule_profile import ScheduleProfile
 from .inputs import InputError, layer_budgets
 
@@ -23,6 +24,12 @@ if TYPE_CHECKING:
 Model = Annotated[str, typer.Option(help="Hub id, model folder or GGUF file.")]
 MethodName = Annotated[
     str | None, typer.Option(help="See `pyramidkv methods`; pyramidkv if none is given.")
+]
+Plugins = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--plugin", metavar="FILE", help="A Python file with methods of your own; repeatable."
+    ),
 ]
 Budget = Annotated[
     int | None, typer.Option(help="Tokens kept per layer on average, sinks and window included.")
@@ -120,6 +127,7 @@ class Group:
         return result
 
 
+PLUGINS = Group("What is kept", {"plugin": (Plugins, None)})
 AMOUNTS = Group(
     "How much is kept",
     {
@@ -211,6 +219,18 @@ def method_options(given: dict[str, Any]) -> dict[str, Any]:
     if "schedule" in chosen:
         chosen["profile"] = ScheduleProfile.read(chosen.pop("schedule"))
     return chosen
+
+
+def load_plugins(given: dict[str, Any]) -> list[Path]:
+    """Register the methods of a command's plugin files, before a method is named; return the files.
+
+    Raises:
+        PluginError: a file cannot be used.
+    """
+    files = list(given["plugin"] or ())
+    for path in files:
+        load_plugin(path)
+    return files
 
 
 def compression_from(given: dict[str, Any]) -> Compression:

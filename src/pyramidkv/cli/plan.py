@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 
-@options.taking(options.AMOUNTS, options.METHOD_OPTIONS)
+@options.taking(options.AMOUNTS, options.METHOD_OPTIONS, options.PLUGINS)
 def plan(
     model: Annotated[
         str,
@@ -81,8 +81,10 @@ def plan(
         bandwidth=inputs.bytes_per_second(bandwidth, "--bandwidth"),
         prefill_chunk=given["prefill_chunk"],
     )
+    plugins = options.load_plugins(given)
     compressions = _compressions(given, compare)
-    inputs.check_files({"--output": output, "--plot": plot}, [given["schedule"]], model)
+    read = [given["schedule"], *plugins]
+    inputs.check_files({"--output": output, "--plot": plot}, read, model)
     inputs.check_picture(plot)
     source = find_model(model)
     record = plan_memory(source.shape, deployment, compressions, source.weight_bytes)

@@ -12,7 +12,7 @@ from numbers import Real
 from pathlib import Path
 from typing import Any
 
-from ..compression import describe_method
+from ..compression import without_amount
 from .folders import EvaluationError, read_all_settings, read_places, sample_key
 from .summary import FULL, summarise
 
@@ -171,8 +171,7 @@ def series(arms: Mapping[str, Mapping[str, Any]]) -> dict[str, list[str]]:
     result: dict[str, list[str]] = {}
     for arm, parameters in arms.items():
         if arm != FULL:
-            name = describe_method({**parameters, "budget": None, "compression_ratio": None})
-            result.setdefault(name, []).append(arm)
+            result.setdefault(without_amount(arm, parameters), []).append(arm)
     return result
 
 

@@ -159,8 +159,7 @@ def _settle(
     others = [file for file in sorted(folder.glob("run*.json")) if file != path]
     for file in [path, *others] if path.exists() else others:
         known = read_settings_file(file)["asked"]
-        differing = sorted(key for key in asked if known.get(key) != asked[key])
-        if differing:
+        if differing := _differing(known, asked):
             raise EvaluationError(
                 f"{str(folder)!r} holds another run: it differs in {', '.join(differing)}; go on "
                 "with the same settings, or name another folder"
@@ -170,6 +169,16 @@ def _settle(
             write_json(path, {"asked": asked, **circumstances})
         except OSError as error:
             raise EvaluationError(f"cannot write {str(path)!r}: {error.strerror}") from None
+
+
+def _differing(known: Mapping[str, Any], asked: Mapping[str, Any]) -> list[str]:
+    """Name what is asked for otherwise than before; of the settings, each that is."""
+    names = sorted(key for key in asked if known.get(key) != asked[key])
+    if "settings" in names and isinstance(known.get("settings"), dict):
+        old, new = known["settings"], asked["settings"]
+        inner = sorted(key for key in {*old, *new} if old.get(key) != new.get(key))
+        names[names.index("settings")] = f"settings ({', '.join(inner)})"
+    return names
 
 
 def _content(samples: Sequence[Sample]) -> str:

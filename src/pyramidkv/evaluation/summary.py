@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..compression import describe_method
+from ..compression import without_amount
 
 RESAMPLES = 2_000
 CONFIDENCE = 0.95
@@ -144,7 +144,7 @@ def _critical(
     for name, parameters in arms.items():
         if name == FULL:
             continue
-        method = describe_method({**parameters, "budget": None, "compression_ratio": None})
+        method = without_amount(name, parameters)
         enough = wanted > 0 and described[name]["score"] >= wanted
         best = result.setdefault(method, None)
         if enough and (best is None or described[name]["footprint"] < best):
