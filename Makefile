@@ -11,7 +11,7 @@ VENV := .venv
 OLDEST := .venv-oldest
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-oldest check format clean
+.PHONY: demo test test-oldest test-harness check format clean
 
 demo: $(VENV)/.ready
 	$(BIN)/pyramidkv demo
@@ -30,6 +30,11 @@ check: $(VENV)/.ready
 # The same tests on the oldest supported release of transformers.
 test-oldest: $(OLDEST)/.ready
 	$(OLDEST)/bin/python $(PYTEST)
+
+# lm-evaluation-harness brings hundreds of megabytes, so it is not part of what every test needs.
+test-harness: $(VENV)/.ready
+	$(BIN)/python -m pip install --quiet --editable ".[dev,harness]"
+	$(BIN)/python $(PYTEST) tests/test_harness.py
 
 format: $(VENV)/.ready
 	$(BIN)/ruff check --fix .

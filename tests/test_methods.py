@@ -85,6 +85,7 @@ def test_full_keeps_everything():
         ({"budget": 64.5}, "a whole number of tokens"),
         ({"compression_ratio": "0.9"}, "it is a number"),
         ({"layer_budgets": "64,64"}, "a list of whole numbers"),
+        ({"layer_budgets": 64}, "layer_budgets is 64; it is a list of whole numbers"),
         ({"method": None, "budget": 64}, "give a method's name"),
         ({"budget": 64, "allocation": "list"}, "go together"),
         ({"budget": 64, "layer_budgets": [64, 64]}, "takes neither"),

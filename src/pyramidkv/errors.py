@@ -22,6 +22,10 @@ class ContextFileError(PyramidKVError, OSError):
     """A saved context that cannot be written, or cannot be used; the message says why."""
 
 
+class HarnessError(PyramidKVError):
+    """What lm-evaluation-harness needs or asks for cannot be had; the message says why."""
+
+
 def first_line(error: BaseException) -> str:
     """Return the first line of what an error says, or its type if it says nothing."""
     lines = str(error).strip().splitlines()

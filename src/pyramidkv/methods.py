@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -293,7 +293,10 @@ class Method:
                 allowed = ", ".join(sorted(self.settable)) or "none"
                 raise MethodError(f"{self.name} has no option {name!r}; its options are: {allowed}")
         if changes.get("layer_budgets") is not None:
-            budgets = tuple(changes["layer_budgets"])
+            budgets = changes["layer_budgets"]
+            if not isinstance(budgets, Iterable):
+                raise MethodError(f"layer_budgets is {budgets!r}; it is a list of whole numbers")
+            budgets = tuple(budgets)
             if not all(isinstance(budget, int) for budget in budgets):
                 raise MethodError(f"layer_budgets is {budgets}; it is a list of whole numbers")
             changes.setdefault("allocation", "list")
