@@ -81,6 +81,7 @@ def test_ruler_and_files_of_ones_own(model_folder, tmp_path):
         ("ruler", ["--tasks", "qa_1"], "qa_1 is left out"),
         ("ruler", ["--tasks", "poems"], "there is no task 'poems'"),
         ("longbench", ["--folder", "nowhere", "--tasks", "trec"], "there is no folder 'nowhere'"),
+        ("longbench", ["--tasks", "trec"], "'zai-org/LongBench' from the hub: it is not in the"),
         ("own", ["--data", "absent.jsonl"], "absent.jsonl"),
     ],
 )

@@ -5,15 +5,18 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
+import zipfile
 
+import huggingface_hub
 import pytest
+from huggingface_hub.errors import LocalEntryNotFoundError
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from shared_data import json_lines, shared_data
 
 from pyramidkv.evaluation import metrics
 from pyramidkv.evaluation.jsonl import DataError
-from pyramidkv.evaluation.longbench import TASKS, load_longbench, truncate_middle
+from pyramidkv.evaluation.longbench import TASKS, load_longbench, open_archive
 from pyramidkv.evaluation.metrics import METRICS, MetricError, score_sample
 
 LINE = {
@@ -205,17 +208,45 @@ def test_a_missing_package_is_named_before_the_file_is_read(tmp_path, monkeypatc
         load_longbench(write(tmp_path, "dureader"), "dureader")
 
 
-@given(st.integers(0, 60), st.integers(2, 70))
-def test_prompts_are_cut_in_the_middle(count, most):
-    ids = list(range(count))
-    cut = truncate_middle(ids, most)
-    if count <= most:
-        assert cut == ids
-    else:
-        assert len(cut) == most - most % 2
-        assert cut == ids[: most // 2] + ids[count - most // 2 :]
+def on_hub(monkeypatch, found):
+    """Stand in for the hub, whose archive is the file `found`, or fails to come with it."""
+
+    def download(name, file, repo_type):
+        assert (name, file, repo_type) == ("zai-org/LongBench", "data.zip", "dataset")
+        if isinstance(found, Exception):
+            raise found
+        return str(found)
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
 
 
-def test_a_prompt_is_not_cut_to_nothing():
-    with pytest.raises(DataError, match="cannot be cut to 1 tokens; at least 2"):
-        truncate_middle([1, 2, 3], 1)
+def archive(path, *tasks):
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as file:
+        for task in tasks:
+            file.writestr(f"data/{task}.jsonl", json.dumps(LINE | {"dataset": task}) + "\n")
+    return path
+
+
+def test_the_archive_on_the_hub_is_read_as_a_folder_of_its_files(tmp_path, monkeypatch):
+    on_hub(monkeypatch, archive(tmp_path / "data.zip", "hotpotqa", "2wikimqa"))
+    folder = write(tmp_path, "hotpotqa", LINE)
+    assert load_longbench(open_archive(), "hotpotqa") == load_longbench(folder, "hotpotqa")
+    with pytest.raises(DataError, match="no 'trec.jsonl'; it has the tasks: hotpotqa, 2wikimqa$"):
+        load_longbench(open_archive(), "trec")
+
+
+def test_an_archive_that_cannot_be_had_or_read_is_refused(tmp_path, monkeypatch):
+    path = tmp_path / "data.zip"
+    on_hub(monkeypatch, LocalEntryNotFoundError("offline"))
+    with pytest.raises(DataError, match="cannot be reached; give the folder that holds LongBench"):
+        open_archive()
+    on_hub(monkeypatch, path)
+    path.write_bytes(b"PK and no more")
+    with pytest.raises(DataError, match="cannot read '.*data.zip': .*; download it again"):
+        open_archive()
+    data = bytearray(archive(path, "hotpotqa").read_bytes())
+    start = data.index(b"hotpotqa.jsonl") + len(b"hotpotqa.jsonl")
+    data[start : start + 40] = bytes(40)
+    path.write_bytes(data)
+    with pytest.raises(DataError, match="cannot read '.*data.zip/data/hotpotqa.jsonl'"):
+        load_longbench(open_archive(), "hotpotqa")

@@ -207,7 +207,8 @@ def test_folders_and_files_that_are_none(tmp_path):
 def on_hub(monkeypatch, files: dict[str, Path | Exception], cached: Path | None = None) -> None:
     """Stand in for the hub: some files are there, asking for others fails."""
 
-    def download(name: str, file: str) -> str:
+    def download(name: str, file: str, repo_type: str) -> str:
+        assert repo_type == "model"
         found = files[file]
         if isinstance(found, Exception):
             raise found

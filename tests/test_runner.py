@@ -120,7 +120,6 @@ from conftest import tiny_tokenizer
 from tiny import tiny_model
 from pathlib import Path
 from pyramidkv.evaluation.runner import run
-print("ready", flush=True)
 model, tokenizer = tiny_model("llama", "sdpa"), tiny_tokenizer(chat=False)
 run(model, tokenizer, make_samples(40), ARMS, Path({folder!r}))
 """
@@ -131,16 +130,24 @@ def test_killed_at_random_moments_it_ends_as_if_it_never_was(model, tokenizer, t
     expected = (tmp_path / "whole" / "samples.jsonl").read_bytes()
     folder = tmp_path / "killed"
     script = SCRIPT.format(tests=os.path.dirname(__file__), folder=str(folder))
+    path = folder / "samples.jsonl"
     moments = random.Random(0)
-    for _ in range(3):
-        child = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE)
-        child.stdout.readline()
-        time.sleep(moments.uniform(0.05, 0.6))
+
+    def size():
+        return path.stat().st_size if path.exists() else 0
+
+    for _ in range(5):
+        before = size()
+        child = subprocess.Popen([sys.executable, "-c", script])
+        while size() <= before:  # until it answers samples
+            assert child.poll() is None
+            time.sleep(0.001)
+        time.sleep(moments.uniform(0, 0.15))
         child.send_signal(signal.SIGKILL)
-        child.wait()
-        child.stdout.close()
-    subprocess.run([sys.executable, "-c", script], check=True, stdout=subprocess.DEVNULL)
-    assert (folder / "samples.jsonl").read_bytes() == expected
+        assert child.wait() == -signal.SIGKILL
+        assert before < size() < len(expected)
+    subprocess.run([sys.executable, "-c", script], check=True)
+    assert path.read_bytes() == expected
 
 
 def test_shards_add_up_to_the_whole(model, tokenizer, tmp_path):

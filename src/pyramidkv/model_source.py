@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from .errors import PyramidKVError, first_line
+from .errors import PyramidKVError
+from .hub import NotOnHubError, download
 from .model_defaults import WRAPPERS
 from .model_shape import ModelShape, shape_of
 from .records import read_json_object
@@ -37,7 +38,7 @@ class ModelSourceError(PyramidKVError):
     """No configuration is to be had under this name; the message says why."""
 
 
-class _NotOnHubError(ModelSourceError):
+class _NoHubFileError(ModelSourceError):
     """The hub, or its local cache, does not give out this file."""
 
 
@@ -146,7 +147,7 @@ def _from_hub(name: str) -> ModelSource:
     config = _read_mapping(_download(name, CONFIG_FILE))
     try:
         stored = _indexed_bytes(_download(name, INDEX_FILE))
-    except _NotOnHubError:
+    except _NoHubFileError:
         weights = try_to_load_from_cache(name, WEIGHTS_FILE)
         stored = _tensor_bytes(Path(weights)) if isinstance(weights, str) else None
     return ModelSource(name, config, stored, "hub")
@@ -154,23 +155,13 @@ def _from_hub(name: str) -> ModelSource:
 
 def _download(name: str, file: str) -> Path:
     """Return the path of a file of the hub, cached or downloaded."""
-    from huggingface_hub import errors, hf_hub_download
-
     try:
-        return Path(hf_hub_download(name, file))
-    except errors.GatedRepoError:
-        reason = "the hub gives access only to those who accepted its terms and logged in"
-    except errors.RepositoryNotFoundError:
-        reason = "the hub has no such model, or it is private"
-    except errors.LocalEntryNotFoundError:
-        reason = "it is not in the local cache and the hub cannot be reached"
-    except errors.EntryNotFoundError:
-        reason = "it has none"
-    except Exception as error:  # whatever the network and the hub's client come up with
-        reason = first_line(error)
+        return download(name, file)
+    except NotOnHubError as error:
+        reason = str(error)
     alike = max((p for p in preset_names() if p in name.lower()), key=len, default=None)
     presets = f"the preset {alike}" if alike else f"a preset: {', '.join(preset_names())}"
-    raise _NotOnHubError(
+    raise _NoHubFileError(
         f"cannot get the {file} of {name!r} from the hub: {reason}; give another hub id, a "
         f"config.json, a model folder, or {presets}"
     )

@@ -151,10 +151,11 @@ def ruler(
 def longbench(
     model: options.Model,
     output: Folder,
-    folder: Annotated[
-        Path, typer.Option(help="Where LongBench's JSONL files are, one for each task.")
-    ],
     tasks: Annotated[str, typer.Option(help="Of LongBench's, separated by commas.")],
+    folder: Annotated[
+        Path | None,
+        typer.Option(help="Where its JSONL files are, one for each task; by default the hub."),
+    ] = None,
     samples: Annotated[int | None, typer.Option(help="Of each task, the first ones.")] = None,
     limit: Annotated[
         int | None,
@@ -162,11 +163,12 @@ def longbench(
     ] = None,
     **given: Any,
 ) -> None:
-    """LongBench, from its files."""
-    from ..evaluation.longbench import load_longbench
+    """LongBench, from its files or from the hub."""
+    from ..evaluation.longbench import load_longbench, open_archive
 
     chosen = inputs.names(tasks)
-    loaded = [s for task in chosen for s in load_longbench(folder, task, samples)]
+    place = open_archive() if folder is None else folder
+    loaded = [s for task in chosen for s in load_longbench(place, task, samples)]
     settings = {"benchmark": "longbench", "tasks": chosen, "samples": samples}
     _evaluate(model, output, lambda measure: loaded, settings, given, limit)
 

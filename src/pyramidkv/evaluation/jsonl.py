@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import zipfile
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,12 +24,12 @@ class Line:
     """One line of a file: an object whose fields are checked when they are read.
 
     Attributes:
-        path: the file.
+        path: the file, perhaps in an archive.
         number: of the line, from 1.
         fields: the object.
     """
 
-    path: Path
+    path: Path | zipfile.Path
     number: int
     fields: dict[str, Any]
 
@@ -89,7 +91,7 @@ class Line:
         return value
 
 
-def read_lines(path: Path, limit: int | None = None) -> Iterator[Line]:
+def read_lines(path: Path | zipfile.Path, limit: int | None = None) -> Iterator[Line]:
     """Yield the lines of a file, the first `limit` of them or all; no more is read.
 
     Raises:
@@ -108,13 +110,14 @@ def read_lines(path: Path, limit: int | None = None) -> Iterator[Line]:
                 if limit is not None and number > limit:
                     return
                 yield _parse(path, number, data)
-    except OSError as error:
-        raise DataError(f"cannot read {name}: {error.strerror or error}") from None
+    except (OSError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise DataError(f"cannot read {name}: {reason}") from None
     if not number:
         raise DataError(f"{name} is empty; give a file with one JSON object per line")
 
 
-def _parse(path: Path, number: int, data: bytes) -> Line:
+def _parse(path: Path | zipfile.Path, number: int, data: bytes) -> Line:
     line = Line(path, number, {})
     if not data.strip():
         raise line.error("is empty; delete it")

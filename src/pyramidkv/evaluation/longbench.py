@@ -1,15 +1,17 @@
 """LongBench v1: its 21 tasks, with the official prompts, lengths and metrics.
 
 `longbench.json` holds what the benchmark fixes. The samples are read from a folder of the official
-files, one `<task>.jsonl` per task.
+files, one `<task>.jsonl` per task, or from the archive of them on the hub.
 """
 
 from __future__ import annotations
 
 import json
+import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..hub import NotOnHubError, download
 from .jsonl import DataError, Line, read_lines
 from .metrics import MetricError, find_metric
 from .sample import Sample
@@ -47,14 +49,39 @@ TASKS: dict[str, Task] = {
 }
 
 
-def load_longbench(folder: Path, task: str, limit: int | None = None) -> list[Sample]:
+HUB_NAME, HUB_FILE = "zai-org/LongBench", "data.zip"
+"""Where the benchmark's authors publish its files."""
+
+
+def open_archive() -> zipfile.Path:
+    """Return the folder of all tasks' files in the hub's archive, cached or downloaded.
+
+    Raises:
+        DataError: the archive cannot be had or cannot be read.
+    """
+    try:
+        path = download(HUB_NAME, HUB_FILE, "dataset")
+    except NotOnHubError as error:
+        raise DataError(
+            f"cannot get the {HUB_FILE} of {HUB_NAME!r} from the hub: {error}; give the folder "
+            "that holds LongBench's files"
+        ) from None
+    try:
+        return zipfile.Path(path, "data/")
+    except (zipfile.BadZipFile, OSError) as error:
+        raise DataError(f"cannot read {str(path)!r}: {error}; download it again") from None
+
+
+def load_longbench(
+    folder: Path | zipfile.Path, task: str, limit: int | None = None
+) -> list[Sample]:
     """Return the samples of a task, all or the first ones.
 
     Of a sample, `context` and `question` joined are exactly the official prompt. Its facts are the
     benchmark's own `length` (in words; of Chinese, in characters) and `id`.
 
     Args:
-        folder: where the official files are.
+        folder: where the official files are, such as what `open_archive` returns.
         task: a name in `TASKS`.
         limit: how many samples at most.
 
@@ -71,21 +98,7 @@ def load_longbench(folder: Path, task: str, limit: int | None = None) -> list[Sa
     return [_sample(task, line) for line in read_lines(path, limit)]
 
 
-def truncate_middle(ids: list[int], most: int) -> list[int]:
-    """Return the tokens of a prompt, cut out of the middle if there are more than `most`.
-
-    As in the official code, half of `most` is kept at either end, one less if `most` is odd.
-
-    Raises:
-        DataError: `most` is below 2.
-    """
-    if most < 2:
-        raise DataError(f"a prompt cannot be cut to {most} tokens; at least 2 are needed")
-    half = most // 2
-    return ids if len(ids) <= most else ids[:half] + ids[-half:]
-
-
-def _what_is_there(folder: Path, name: str) -> str:
+def _what_is_there(folder: Path | zipfile.Path, name: str) -> str:
     if not folder.is_dir():
         return f"there is no folder {str(folder)!r}; give the one that holds LongBench's files"
     found = [task for task in TASKS if (folder / f"{task}.jsonl").exists()]
