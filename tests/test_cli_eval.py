@@ -9,6 +9,9 @@ import pytest
 from conftest import words
 from test_cli import run
 
+from pyramidkv.cli import display
+from pyramidkv.cli.evaluate import _against_best
+
 NEEDLE = ["--lengths", "700", "--depths", "0,60", "--samples", "2", "--haystack", "noise"]
 METHODS = ["--methods", "full,snapkv,pyramidkv", "--budgets", "48"]
 
@@ -24,7 +27,8 @@ def test_a_run_shows_scores_with_what_was_kept(model_folder, tmp_path, arm):
     shown = done.stdout.decode()
     assert "4 of 4 samples" in shown
     assert ("before the question is known" in shown) == bool(arm)
-    for words_ in ("full", "snapkv 48", "pyramidkv 48", "kept per layer", "footprint", "48.0"):
+    told = ("kept per layer", "bytes", "against full", "against the best", "footprint", "48.0")
+    for words_ in ("full", "snapkv 48", "pyramidkv 48", *told):
         assert words_ in shown
     lines = [json.loads(x) for x in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()]
     assert len(lines) == 4
@@ -103,3 +107,30 @@ def test_a_folder_with_another_run_is_refused(model_folder, tmp_path):
     other = evaluate("needle", model_folder, tmp_path / "run", *NEEDLE, "--seed", "5")
     assert other.returncode == 2
     assert b"holds another run" in other.stderr
+
+
+def test_the_best_is_that_of_the_same_budget():
+    """A hand-made group: a scores 50 and b 75 at one budget, c 100 at another."""
+    described = {"a 8": {"score": 0.5}, "b 8": {"score": 0.75}, "c 9": {"score": 1.0}}
+    arms = {"a 8": {"budget": 8}, "b 8": {"budget": 8}, "c 9": {"budget": 9}}
+    pair = {"first": "b 8", "second": "a 8", "difference": 0.25, "difference_interval": [0.0, 0.5]}
+    group = {"arms": described, "pairs": [pair]}
+    assert [_against_best(group, arms, arm) for arm in arms] == ["-25.0 (-50.0 to +0.0)", "-", "-"]
+    pair = {"first": "a 8", "second": "b 8", "difference": -0.25, "difference_interval": [-1, 0]}
+    turned = {"arms": described, "pairs": [pair]}
+    assert _against_best(turned, arms, "a 8") == "-25.0 (-100.0 to +0.0)"
+
+
+def test_without_a_terminal_the_time_left_is_told_once_a_minute(monkeypatch, capsys):
+    """10 of 50 were done before; each further one takes 45 s."""
+    now = 1000.0
+    monkeypatch.setattr(display.time, "monotonic", lambda: now)
+    with display.progress_with_time_left("samples") as report:
+        report(10, 50)
+        for done in range(11, 15):
+            now += 45
+            report(done, 50)
+    assert capsys.readouterr().err.splitlines() == [
+        "12 of 50 samples, 0 h 28 min left",
+        "14 of 50 samples, 0 h 27 min left",
+    ]

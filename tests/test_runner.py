@@ -63,7 +63,9 @@ def test_a_run_has_every_sample_with_the_answers_of_all_arms(model, tokenizer, t
     assert [(line["task"], line["index"]) for line in lines] == [
         (sample.task, sample.index) for sample in make_samples()
     ]
-    assert seen == [(n, 8) for n in range(1, 9)]
+    assert seen == [(n, 8) for n in range(9)]
+    run(model, tokenizer, make_samples(), ARMS, tmp_path, on_sample=lambda *a: seen.append(a))
+    assert seen[9:] == [(8, 8)]
     for line in lines:
         assert list(line["arms"]) == ["full", "pyramidkv 24", "snapkv 24"]
         full, pyramid, snap = line["arms"].values()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -120,6 +121,47 @@ def progress(description: str) -> Iterator[Callable[[int, int], None]]:
                 bar.stop()
 
         yield report
+
+
+LOG_SECONDS = 60
+"""Between two lines about progress where there is no terminal to draw a bar in."""
+
+
+@contextmanager
+def progress_with_time_left(description: str) -> Iterator[Callable[[int, int], None]]:
+    """Show progress and an estimate of the time left on stderr, in lines if it is no terminal.
+
+    Yields the function that reports it. What it reports first is what had been done before.
+    """
+    out = console(stderr=True)
+    started = told = time.monotonic()
+    before: int | None = None
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    with Progress(
+        *columns, TextColumn("{task.fields[left]}"), console=out, transient=True,
+        disable=not out.is_terminal,
+    ) as bar:  # fmt: skip
+        task = bar.add_task(description, total=None, left="")
+
+        def report(done: int, total: int) -> None:
+            nonlocal before, started, told
+            now = time.monotonic()
+            if before is None:
+                before, started = done, now
+            left = ""
+            if before < done < total:
+                left = f"{_duration((now - started) / (done - before) * (total - done))} left"
+            bar.update(task, completed=done, total=total, left=left)
+            if not out.is_terminal and left and now - told >= LOG_SECONDS:
+                told = now
+                out.print(f"{done:,} of {total:,} {description}, {left}")
+
+        yield report
+
+
+def _duration(seconds: float) -> str:
+    minutes = round(seconds / 60)
+    return f"{seconds:.0f} s" if seconds < 99.5 else f"{minutes // 60} h {minutes % 60:02} min"
 
 
 def _share(part: int, whole: int, form: str) -> str:

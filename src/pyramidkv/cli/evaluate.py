@@ -12,6 +12,7 @@ from ..compression import Compression, make_compression
 from ..evaluation.sample import Sample
 from ..methods import get_method
 from ..plugins import describe_plugins
+from ..records import format_bytes
 from . import display, inputs, options
 
 if TYPE_CHECKING:
@@ -220,7 +221,7 @@ def _evaluate(
     tokenizer = loading.load_tokenizer(model)
     samples = make(lambda *texts: measure(tokenizer, *texts))
     loaded = options.load_model(model, given)
-    with display.progress("samples") as on_sample:
+    with display.progress_with_time_left("samples") as on_sample:
         run(
             loaded,
             tokenizer,
@@ -279,14 +280,19 @@ def show(lines: Sequence[dict[str, Any]], settings: dict[str, Any]) -> None:
     summary = summarise(lines, arms)
     done = f"{len(lines):,} of {asked['samples']:,} samples"
     how = "before the question is known" if asked["agnostic"] else "with the question in the prompt"
-    out.print(f"{done}, compressed {how}; scores in %, with 95% intervals of paired bootstraps.")
+    out.print(
+        f"{done}, compressed {how}; scores in %, with 95% intervals of paired bootstraps; the best "
+        "is that of the methods with the same budget."
+    )
     for name, group in distinct(summary).items():
         described = group["arms"]
         rows = list(arms)
         columns = [
             ("score", [_percent(described[arm], "score", "interval") for arm in rows]),
             ("against full", [_against(described[arm]) for arm in rows]),
+            ("against the best", [_against_best(group, arms, arm) for arm in rows]),
             ("kept per layer", [f"{described[arm]['kept_tokens']:,.1f}" for arm in rows]),
+            ("bytes", [format_bytes(described[arm]["kept_bytes"]) for arm in rows]),
             ("footprint", [f"{100 * described[arm]['footprint']:.1f}%" for arm in rows]),
         ]
         out.print(f"\n{name}: {group['samples']:,} samples")
@@ -312,10 +318,27 @@ def distinct(summary: dict[str, Any]) -> dict[str, Any]:
 
 def _percent(described: dict[str, Any], value: str, interval: str, sign: str = "") -> str:
     low, high = (100 * bound for bound in described[interval])
-    return f"{100 * described[value]:{sign}.1f} ({low:{sign}.1f} to {high:{sign}.1f})"
+    return f"{100 * described[value]:{sign}z.1f} ({low:{sign}z.1f} to {high:{sign}z.1f})"
 
 
 def _against(described: dict[str, Any]) -> str:
     if "difference" not in described:
         return "-"
     return _percent(described, "difference", "difference_interval", "+")
+
+
+def _against_best(group: dict[str, Any], arms: dict[str, Any], arm: str) -> str:
+    """Return the difference to the method that scores best with the same budget."""
+    described = group["arms"]
+    rivals = [name for name in arms if arms[name].get("budget") == arms[arm].get("budget")]
+    best = max(rivals, key=lambda name: described[name]["score"])
+    if arm == best:
+        return "-"
+    for pair in group["pairs"]:
+        if (pair["first"], pair["second"]) == (arm, best):
+            return _percent(pair, "difference", "difference_interval", "+")
+        if (pair["second"], pair["first"]) == (arm, best):
+            low, high = pair["difference_interval"]
+            turned = {"difference": -pair["difference"], "interval": (-high, -low)}
+            return _percent(turned, "difference", "interval", "+")
+    return "-"

@@ -66,7 +66,8 @@ def run(
         limit: the most tokens of a prompt and its answer; by default the model's context.
         shard: the part of the samples to answer; by default all.
         settings: what else the samples depend on, for the record; plain values.
-        on_sample: called with (samples done, samples of this shard).
+        on_sample: called with (samples done, samples of this shard): once at the start, then after
+            each that is answered.
 
     Raises:
         EvaluationError: the folder holds another run, or cannot be written.
@@ -88,17 +89,16 @@ def run(
     path = folder / shard.file("samples.jsonl")
     done = {sample_key(line) for line in _repair(path)}
     mine = [sample for place, sample in enumerate(samples) if shard.has(place)]
-    finished = 0
+    waiting = [sample for sample in mine if sample_key(asdict(sample)) not in done]
+    on_sample = on_sample or (lambda *counts: None)
+    on_sample(len(mine) - len(waiting), len(mine))
     with path.open("a", encoding="utf-8") as file:
-        for sample in mine:
-            if sample_key(asdict(sample)) not in done:
-                line = answer(model, tokenizer, sample, arms, agnostic, limit)
-                file.write(json.dumps(line) + "\n")
-                file.flush()
-                os.fsync(file.fileno())
-            finished += 1
-            if on_sample is not None:
-                on_sample(finished, len(mine))
+        for left, sample in zip(reversed(range(len(waiting))), waiting, strict=True):
+            line = answer(model, tokenizer, sample, arms, agnostic, limit)
+            file.write(json.dumps(line) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+            on_sample(len(mine) - left, len(mine))
 
 
 def answer(
