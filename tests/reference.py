@@ -15,7 +15,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, DynamicCach
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from pyramidkv.compression import Compression
-from pyramidkv.methods import Options
+from pyramidkv.method_options import Options
 from pyramidkv.support import full_attention_layers
 
 

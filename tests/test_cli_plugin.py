@@ -11,7 +11,8 @@ import torch
 from conftest import words
 from test_cli import run, small
 
-from pyramidkv.methods import METHODS, Options
+from pyramidkv.method_options import Options
+from pyramidkv.methods import METHODS
 from pyramidkv.plugins import load_plugin
 from pyramidkv.scores import WindowAttention
 

@@ -12,7 +12,8 @@ import pyramidkv
 from pyramidkv.budgets import BudgetError
 from pyramidkv.compression import make_compression
 from pyramidkv.errors import CacheStateError
-from pyramidkv.methods import METHODS, MethodError
+from pyramidkv.method_options import MethodError
+from pyramidkv.methods import METHODS
 
 ABLE = [name for name, method in METHODS.items() if "decode budget" in method.supports]
 

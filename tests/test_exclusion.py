@@ -18,7 +18,7 @@ from pyramidkv.evaluation.answers import encode_sample
 from pyramidkv.evaluation.exclusion import exclude, sentence_tokens
 from pyramidkv.evaluation.needles import needle_samples
 from pyramidkv.evaluation.runner import answer
-from pyramidkv.methods import MethodError
+from pyramidkv.method_options import MethodError
 
 WINDOW = {"window_size": 6, "kernel_size": 5}
 

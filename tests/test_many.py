@@ -11,7 +11,7 @@ import pyramidkv
 from pyramidkv.compression import make_compression
 from pyramidkv.errors import PromptError
 from pyramidkv.many import compress_many
-from pyramidkv.methods import MethodError
+from pyramidkv.method_options import MethodError
 from pyramidkv.model_shape import shape_fingerprint
 from pyramidkv.scores import WindowAttention
 from pyramidkv.storage import GROWTH_ROWS

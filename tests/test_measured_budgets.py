@@ -17,7 +17,7 @@ from pyramidkv.compression import make_compression
 from pyramidkv.entropy import MeasurementError
 from pyramidkv.layer import CompressedLayer
 from pyramidkv.measured_layer import MeasuredLayer
-from pyramidkv.methods import MethodError
+from pyramidkv.method_options import MethodError
 from pyramidkv.storage import RowStorage
 
 SMALL = {"window_size": 6, "kernel_size": 5}

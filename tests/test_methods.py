@@ -9,7 +9,8 @@ import pytest
 
 from pyramidkv.budgets import BudgetError
 from pyramidkv.compression import describe_total, make_compression
-from pyramidkv.methods import METHODS, MethodError, Options, get_method
+from pyramidkv.method_options import MethodError, Options
+from pyramidkv.methods import METHODS, get_method
 
 
 def test_every_method_of_the_field_is_there():

@@ -13,7 +13,8 @@ from tiny import HYBRIDS, positions_of, prompt_ids, tiny_model
 import pyramidkv
 from pyramidkv.compression import make_compression
 from pyramidkv.errors import CacheStateError, PromptError
-from pyramidkv.methods import METHODS, MethodError
+from pyramidkv.method_options import MethodError
+from pyramidkv.methods import METHODS
 
 IN_PIECES = [name for name, method in METHODS.items() if "prefill chunks" in method.supports]
 

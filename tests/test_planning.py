@@ -17,7 +17,7 @@ import pyramidkv
 from pyramidkv.budgets import BudgetError
 from pyramidkv.compression import make_compression
 from pyramidkv.deployment import Deployment, PlanError
-from pyramidkv.methods import MethodError
+from pyramidkv.method_options import MethodError
 from pyramidkv.model_shape import shape_of
 from pyramidkv.model_source import find_model, preset_names
 from pyramidkv.planning import plan_memory

@@ -16,7 +16,7 @@ from pyramidkv.budgets import Entropy, Pyramid
 from pyramidkv.cli.profile import most_kept
 from pyramidkv.entropy import MeasurementError
 from pyramidkv.errors import PromptError
-from pyramidkv.methods import Options
+from pyramidkv.method_options import Options
 from pyramidkv.model_shape import shape_fingerprint
 from pyramidkv.plots.profile import draw
 from pyramidkv.profiling import (

@@ -9,7 +9,7 @@ from tiny import CONFIGS, tiny_model
 
 import pyramidkv
 from pyramidkv.compression import make_compression
-from pyramidkv.methods import MethodError
+from pyramidkv.method_options import MethodError
 from pyramidkv.rotary import key_frequencies, move_keys
 
 ROPES = {

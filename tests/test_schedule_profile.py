@@ -11,7 +11,7 @@ import pytest
 
 import pyramidkv
 from pyramidkv.compression import Compression, make_compression
-from pyramidkv.methods import MethodError
+from pyramidkv.method_options import MethodError
 from pyramidkv.schedule_profile import ProfileError, ScheduleProfile
 
 SHAPE = {

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from reference import choose
 from torch.nn import functional
 
-from pyramidkv.methods import Options
+from pyramidkv.method_options import Options
 from pyramidkv.selection import Pooling, order, select
 
 

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from .engine import compress
     from .errors import CacheStateError, ContextFileError, PromptError, PyramidKVError
     from .generation import Generation, generate
-    from .methods import METHODS, Method, MethodError, Options, get_method, register_method
+    from .method_options import SELECTION_OPTIONS, MethodError, Options
+    from .methods import METHODS, Method, get_method, register_method
     from .planning import plan_memory
     from .plugins import PluginError, load_plugin
     from .profiling import AttentionProfile, profile_attention
@@ -41,7 +42,8 @@ _HOMES = {
     "errors": ("CacheStateError", "ContextFileError", "PromptError", "PyramidKVError"),
     "generation": ("Generation", "generate"),
     "compression": ("Compression",),
-    "methods": ("METHODS", "Method", "MethodError", "Options", "get_method", "register_method"),
+    "method_options": ("SELECTION_OPTIONS", "MethodError", "Options"),
+    "methods": ("METHODS", "Method", "get_method", "register_method"),
     "planning": ("plan_memory",),
     "plugins": ("PluginError", "load_plugin"),
     "profiling": ("AttentionProfile", "profile_attention"),
@@ -53,6 +55,7 @@ _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = [
     "METHODS",
+    "SELECTION_OPTIONS",
     "SUPPORTED_MODEL_TYPES",
     "AccumulatingScore",
     "AttentionError",

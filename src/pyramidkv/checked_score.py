@@ -18,7 +18,7 @@ from torch import Tensor
 
 from . import scores
 from .errors import PyramidKVError, raised_in
-from .methods import Options
+from .method_options import Options
 from .scores import AccumulatingScore, Score
 
 

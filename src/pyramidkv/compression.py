@@ -11,7 +11,8 @@ from typing import Any
 
 from .budgets import BudgetError, budget_from_ratio, check_budget
 from .cascade import Cascade
-from .methods import DECODE_INTERVAL, METHODS, Method, MethodError, get_method
+from .method_options import MethodError
+from .methods import DECODE_INTERVAL, METHODS, Method, get_method
 from .schedule_profile import ScheduleProfile
 
 GROWTH_ROWS = 64

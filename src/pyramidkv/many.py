@@ -20,7 +20,7 @@ from .compression import GROWTH_ROWS, Compression
 from .engine import cache_parameter
 from .errors import PromptError
 from .layer import take_tokens
-from .methods import MethodError
+from .method_options import MethodError
 from .model_shape import layers_to_compress
 from .rotary import key_frequencies, move_keys
 from .scores import Score

@@ -16,7 +16,8 @@ from .entropy import EPSILON, AttentionStatistics, measure_attention
 from .errors import PromptError
 from .generation import process
 from .measure import machine, versions
-from .methods import METHODS, Options
+from .method_options import Options
+from .methods import METHODS
 from .model_shape import shape_fingerprint
 from .prompts import check_text, check_tokenizer, context_length
 from .schedule_profile import ScheduleProfile

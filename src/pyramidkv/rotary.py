@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from .methods import MethodError
+from .method_options import MethodError
 
 _FIXED_TYPES = ("default", "linear", "llama3", "yarn")
 

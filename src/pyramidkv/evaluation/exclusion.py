@@ -13,7 +13,8 @@ from transformers import PreTrainedTokenizerBase
 
 from ..compression import Compression
 from ..errors import PromptError
-from ..methods import Method, MethodError
+from ..method_options import MethodError
+from ..methods import Method
 from ..scores import Score
 
 _SENTENCE_END = re.compile(r"[.!?;\n]")

@@ -15,7 +15,7 @@ from lm_eval.models.huggingface import HFLM
 from ..compression import Compression, make_compression
 from ..engine import compress
 from ..errors import HarnessError
-from ..methods import Options
+from ..method_options import Options
 from ..schedule_profile import ScheduleProfile
 
 _AMOUNTS = ("method", "budget", "compression_ratio", "decode_budget", "decode_interval")
