@@ -1,0 +1,100 @@
+"""Print the tables of docs/results.md from the folders of evaluation runs.
+
+python benchmarks/results_tables.py RUN [RUN...]
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from pyramidkv.compression import without_amount
+from pyramidkv.evaluation.folders import read_lines, read_settings
+from pyramidkv.evaluation.summary import FULL, summarise
+
+PAIRS = (("pyramidkv", "snapkv"), ("pyramidkv-paper", "snapkv-paper"), ("snapkv", "snapkv-paper"))
+
+
+def percent(value: float, interval: Iterable[float], sign: str = "") -> str:
+    """Return a share and its interval in percent."""
+    low, high = (f"{100 * bound:{sign}z.0f}" for bound in interval)
+    return f"{100 * value:{sign}z.1f} ({low} to {high})"
+
+
+def table(corner: str, columns: list[str], rows: Mapping[str, list[str]]) -> str:
+    """Return a Markdown table."""
+    lines = [f"| {' | '.join([corner, *columns])} |", "|---" * (len(columns) + 1) + "|"]
+    lines += [f"| {' | '.join([name, *cells])} |" for name, cells in rows.items()]
+    return "\n".join(lines)
+
+
+def scores(group: Mapping[str, Any], arms: Mapping[str, Any], budgets: list[int]) -> str:
+    """Return scores by method and budget."""
+    described = group["arms"]
+    rows: dict[str, list[str]] = {}
+    for name, parameters in arms.items():
+        told = percent(described[name]["score"], described[name]["interval"])
+        if name != FULL:
+            rows.setdefault(f"`{without_amount(name, parameters)}`", []).append(told)
+    full = described[FULL]
+    footprints = {b: [] for b in budgets}
+    for name, parameters in arms.items():
+        if name != FULL:
+            footprints[parameters["budget"]].append(100 * described[name]["footprint"])
+    shares = [f"{sum(f) / len(f):.1f}%" for f in footprints.values()]
+    rows["KV footprint"] = shares
+    title = f"full: {percent(full['score'], full['interval'])}"
+    return table(title, [str(budget) for budget in budgets], rows)
+
+
+def differences(group: Mapping[str, Any], budgets: list[int]) -> str:
+    """Return paired differences of some methods by budget, in points."""
+    known = {(pair["first"], pair["second"]): pair for pair in group["pairs"]}
+    rows: dict[str, list[str]] = {}
+    for first, second in PAIRS:
+        for budget in budgets:
+            a, b = f"{first} {budget}", f"{second} {budget}"
+            turned = (b, a) in known
+            pair = known[b, a] if turned else known[a, b]
+            low, high = pair["difference_interval"]
+            value = pair["difference"]
+            if turned:
+                value, low, high = -value, -high, -low
+            rows.setdefault(f"`{first}` - `{second}`", []).append(percent(value, (low, high), "+"))
+    return table("points", [str(budget) for budget in budgets], rows)
+
+
+def critical(group: Mapping[str, Any]) -> str:
+    """Return each method's critical footprint in one sentence."""
+    told = ", ".join(
+        f"`{method}` " + ("-" if share is None else f"{100 * share:.1f}%")
+        for method, share in group["critical_footprint"].items()
+    )
+    return f"Smallest footprint with 90% of the full cache's score: {told}."
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("runs", nargs="+", type=Path)
+    for run in parser.parse_args().runs:
+        asked = read_settings(run)["asked"]
+        arms = asked["arms"]
+        budgets = sorted({arm["budget"] for name, arm in arms.items() if name != FULL})
+        lines = list(read_lines(run))
+        how = "context alone" if asked["agnostic"] else "with the question"
+        print(f"# {run.name}: {how}, {len(lines)} of {asked['samples']} samples\n")
+        groups = dict(summarise(lines, arms))
+        for length in sorted({line["facts"].get("length") for line in lines}):
+            some = [line for line in lines if line["facts"].get("length") == length]
+            if asked["settings"]["benchmark"] != "longbench":
+                groups[f"{length:,} tokens"] = summarise(some, arms)["all"]
+        for name, group in groups.items():
+            print(f"## {name}: {group['samples']} samples\n\n{scores(group, arms, budgets)}\n")
+            if name == "all":
+                print(f"{differences(group, budgets)}\n\n{critical(group)}\n")
+
+
+if __name__ == "__main__":
+    main()
