@@ -112,6 +112,38 @@ def test_an_answer_ends_with_the_token_that_ends_it(tokenizer, agnostic):
             assert after.token_ids == before.token_ids[:end]
 
 
+@pytest.mark.parametrize("agnostic", [False, True])
+@pytest.mark.parametrize("architecture", ["llama", "gemma3_text", "qwen3_next"])
+def test_answers_that_are_done_leave_the_batch(tokenizer, architecture, agnostic):
+    model = tiny_model(architecture, "eager")
+    prompt = encode_sample(tokenizer, sample(), None)
+    arms = [arm for arm in ARMS if arm.method.evicts]
+    free = answer_sample(model, tokenizer, prompt, arms, 24, agnostic=agnostic)
+    written = [answer.token_ids for answer in free]
+
+    def lengths_with(stop):
+        return [ids.index(stop) + 1 if stop in ids else len(ids) for ids in written]
+
+    stop = max({token for ids in written for token in ids}, key=lambda t: len({*lengths_with(t)}))
+    lengths = lengths_with(stop)
+    assert len(set(lengths)) > 1
+    model.generation_config.eos_token_id = stop
+    batches = []
+    hook = model.get_decoder().register_forward_pre_hook(
+        lambda module, args, given: batches.append(len(given["input_ids"])), with_kwargs=True
+    )
+    stopped = answer_sample(model, tokenizer, prompt, arms, 24, agnostic=agnostic)
+    hook.remove()
+    for before, after, length in zip(free, stopped, lengths, strict=True):
+        assert after.token_ids == before.token_ids[:length]
+        assert (after.kept, after.kept_bytes) == (before.kept, before.kept_bytes)
+    assert batches[0] == 1  # the prompt
+    rows = batches[1:]
+    assert rows == sorted(rows, reverse=True)
+    assert rows[0] == len(arms) > rows[-1]
+    assert len(rows) == max(lengths) - (not agnostic)
+
+
 def test_the_footprint_is_rows_held_over_the_steps(tokenizer):
     model = tiny_model("llama", "sdpa")
     prompt = encode_sample(tokenizer, sample(), None)

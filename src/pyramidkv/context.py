@@ -26,6 +26,7 @@ from .generation import (
     plan_pieces,
     process,
     stop_tokens,
+    until_stop,
 )
 from .methods import Method
 from .prompts import (
@@ -300,7 +301,7 @@ class CompressedContext:
         stops = stop_tokens(self.model, tokenizer) or []
         results = []
         for row, ids in enumerate(rows):
-            own = _until_stop(new[row].tolist(), stops)
+            own = until_stop(new[row].tolist(), stops)
             facts = {"batch": len(rows), "batch_seconds": seconds, "kv_bytes": cache.kv_bytes}
             results.append(_generation(self, len(ids), own, max_new_tokens, temperature, facts))
         return results
@@ -332,7 +333,7 @@ def answer(
         measuring,
         max_new_tokens,
         temperature,
-        stop,
+        None if stop is None else lambda ids: stop(),
     )
     facts = {**measuring.times(), "kv_bytes": cache.kv_bytes}
     return _generation(context, len(ids), new[0].tolist(), max_new_tokens, temperature, facts)
@@ -391,14 +392,6 @@ def _generation(
         "text": text,
     }
     return Generation(text, new_ids, record)
-
-
-def _until_stop(ids: list[int], stops: Sequence[int]) -> list[int]:
-    """Cut off what pads a finished row: everything after the first token that ends an answer."""
-    for index, token in enumerate(ids):
-        if token in stops:
-            return ids[: index + 1]
-    return ids
 
 
 def _checked(question: str) -> str:

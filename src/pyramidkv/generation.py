@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -190,13 +190,13 @@ def decode(
     stream: MeasuringStream | None,
     max_new_tokens: int,
     temperature: float,
-    stop: Callable[[], bool] | None = None,
+    stop: Callable[[Tensor], bool] | None = None,
 ) -> Tensor:
     """Generate from what the cache has not seen yet of `ids`; returns the new ids `[batch, n]`.
 
     Args:
         ids, mask: `[batch, tokens]`, of everything seen and new.
-        stop: asked after each token; True ends the generation.
+        stop: given all ids `[batch, tokens so far]` after each token; True ends the generation.
     """
     sampling = {"do_sample": True, "temperature": temperature} if temperature else _GREEDY
     criteria = [] if stop is None else [_Stop(stop)]
@@ -218,11 +218,19 @@ def decode(
 
 
 class _Stop(StoppingCriteria):
-    def __init__(self, stop: Callable[[], bool]):
+    def __init__(self, stop: Callable[[Tensor], bool]):
         self._stop = stop
 
     def __call__(self, input_ids: Any, scores: Any, **kwargs: Any) -> Any:
-        return torch.full((input_ids.shape[0],), self._stop(), device=input_ids.device)
+        return torch.full((input_ids.shape[0],), self._stop(input_ids), device=input_ids.device)
+
+
+def until_stop(ids: list[int], stops: Collection[int]) -> list[int]:
+    """Cut off what pads a finished row: everything after the first token that ends an answer."""
+    for index, token in enumerate(ids):
+        if token in stops:
+            return ids[: index + 1]
+    return ids
 
 
 _GREEDY: dict[str, Any] = {

@@ -12,10 +12,13 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ..cache import CompressedCache
 from ..compression import Compression
 from ..errors import PromptError
-from ..generation import decode, stop_tokens
+from ..generation import decode, stop_tokens, until_stop
 from ..many import compress_many
 from ..prompts import PromptFormat, common_prefix
 from .sample import Sample
+
+DONE_ROWS = 0.25
+"""Share of a batch's answers that must be done before it goes on without them."""
 
 
 @dataclass(frozen=True)
@@ -128,15 +131,14 @@ def answer_sample(
     )
     if not agnostic:
         ids = torch.cat([ids, branched.logits.argmax().view(1, 1)], dim=1)
-    stops = set(stop_tokens(model, tokenizer) or [])
     answers: dict[int, Answer] = {}
     for group, cache in zip(groups, branched.caches, strict=True):
+        schedules = cache.schedules
         generated = _generate(
-            model, tokenizer, cache, ids, len(group), len(prompt.ids), stops, max_new_tokens
+            model, tokenizer, cache, ids, len(group), len(prompt.ids), max_new_tokens
         )
-        for row, (index, tokens) in enumerate(zip(group, generated, strict=True)):
+        for index, tokens, kept in zip(group, generated, schedules, strict=True):
             text = str(tokenizer.decode(tokens, skip_special_tokens=True))
-            kept = cache.schedules[row]
             later = len(prompt.ids) - count
             share = _footprint(kept, count, later, len(tokens))
             size = _row_bytes(cache, kept)
@@ -158,21 +160,41 @@ def _generate(
     ids: Tensor,
     rows: int,
     prompt_tokens: int,
-    stops: set[int],
     max_new_tokens: int,
 ) -> list[list[int]]:
-    """Return the tokens that each row generates behind the prompt's, the one that ends it too."""
-    whole = ids.expand(rows, -1)
-    known = ids.shape[1] - prompt_tokens  # the first token, if the prompt gave it
-    if max_new_tokens > known and not (known and int(ids[0, -1]) in stops):
-        more = max_new_tokens - known
-        new = decode(model, tokenizer, cache, whole, torch.ones_like(whole), None, more, 0.0)
+    """Return the tokens that each row generates behind the prompt's, the one that ends it too.
+
+    Rows that are done leave the batch from time to time, since each costs as long as it is there.
+    """
+    stops = set(stop_tokens(model, tokenizer) or [])
+    begun = ids[0, prompt_tokens:].tolist()  # the first token, if the prompt gave it
+    if max_new_tokens <= len(begun) or not stops.isdisjoint(begun):
+        return [list(begun) for _ in range(rows)]
+    whole, going_on, answers = ids.expand(rows, -1), list(range(rows)), {}
+    while going_on:
+
+        def enough(seen: Tensor, start: int = whole.shape[1]) -> bool:
+            ended = sum(not stops.isdisjoint(row) for row in seen[:, start:].tolist())
+            return ended >= DONE_ROWS * len(seen)
+
+        more = prompt_tokens + max_new_tokens - whole.shape[1]
+        new = decode(
+            model, tokenizer, cache, whole, torch.ones_like(whole), None, more, 0.0, enough
+        )
         whole = torch.cat([whole, new], dim=1)
-    result = []
-    for row in whole[:, prompt_tokens:].tolist():
-        end = next((i for i, token in enumerate(row) if token in stops), len(row) - 1)
-        result.append(row[: end + 1])
-    return result
+        full = new.shape[1] == more
+        left = []
+        for place, (row, tokens) in enumerate(zip(going_on, new.tolist(), strict=True)):
+            if full or not stops.isdisjoint(tokens):
+                answers[row] = until_stop(whole[place, prompt_tokens:].tolist(), stops)
+            else:
+                left.append(place)
+        going_on = [going_on[place] for place in left]
+        if going_on:
+            chosen = torch.tensor(left, device=ids.device)
+            cache.reorder_cache(chosen)
+            whole = whole[chosen]
+    return [answers[row] for row in range(rows)]
 
 
 def _row_bytes(cache: CompressedCache, kept: Sequence[int]) -> int:
