@@ -25,9 +25,10 @@ from .method_options import (
 if TYPE_CHECKING:
     from .scores import Score
 
-Capability = Literal["prefill chunks", "decode budget", "measured budgets"]
+Capability = Literal["prefill chunks", "decode budget", "measured budgets", "serving"]
 """What not every method can do: take a prompt in pieces; evict while decoding; share the budget by
-entropies that are measured on the prompt itself."""
+entropies that are measured on the prompt itself; be served with vLLM, where the number kept must
+follow from the prompt's length and the scores from its last queries."""
 
 DECODE_INTERVAL = 32
 """Tokens between two evictions while decoding, if nothing else is asked for."""
@@ -60,6 +61,7 @@ _IN_WORDS: dict[Capability, str] = {
     "prefill chunks": "a prompt in several pieces",
     "decode budget": "a decode budget",
     "measured budgets": "budgets by the entropy of the prompt itself",
+    "serving": "serving with vLLM",
 }
 
 
@@ -222,7 +224,7 @@ METHODS: dict[str, Method] = {
             _recency,
             Options(window_size=0, kernel_size=1),
             SHARED_OPTIONS | ALLOCATION_OPTIONS,
-            supports=frozenset({"prefill chunks", "decode budget"}),  # no query votes
+            supports=frozenset({"prefill chunks", "decode budget", "serving"}),  # no query votes
         ),
         Method(
             "streamingllm-renumbered",
@@ -241,6 +243,7 @@ METHODS: dict[str, Method] = {
             _accumulated_attention,
             Options(kernel_size=1, group_reduce="mean"),
             SELECTION_OPTIONS | {"group_reduce"},
+            supports=frozenset(get_args(Capability)) - {"serving"},  # all prompt tokens vote
         ),
         Method(
             "snapkv",

@@ -1,0 +1,39 @@
+"""Chunks of prompts that end where a prompt can be compressed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.request import Request
+
+from .checks import check_scheduler, settings_of
+from .chunks import end_chunk
+
+
+class CompressedScheduler(Scheduler):
+    """vLLM's scheduler; the last window of a prompt is computed in one step, which ends with it."""
+
+    def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any):
+        super().__init__(vllm_config, *args, **kwargs)
+        self._settings = settings_of(vllm_config)
+        check_scheduler(vllm_config, self._settings)
+
+    def _evicts(self, request: Request) -> bool:
+        kept = self._settings.kept(request.num_prompt_tokens, self.block_size)
+        return bool(min(kept) < request.num_prompt_tokens)
+
+    def _reserve_prefill_lookahead(
+        self, request: Request, num_computed_tokens: int, num_new_tokens: int
+    ) -> int:
+        new: int = super()._reserve_prefill_lookahead(request, num_computed_tokens, num_new_tokens)
+        if not self._evicts(request):
+            return new
+        prompt, window = request.num_prompt_tokens, self._settings.window
+        return end_chunk(num_computed_tokens, new, prompt, window)
+
+    def _preempt_request(self, request: Request, *args: Any, **kwargs: Any) -> None:
+        super()._preempt_request(request, *args, **kwargs)
+        if self._evicts(request):
+            # Hashes of generated tokens would make the prompt look longer than it is.
+            request.skip_reading_prefix_cache = True

@@ -1,0 +1,143 @@
+"""What the plugin is asked to do, and how many blocks of a prompt each group of layers frees.
+
+Plain numbers: the scheduler and every worker derive the same from the prompt's length, so that
+nothing has to be sent between them. No torch, no vLLM.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ..compression import Compression, make_compression
+from ..errors import PyramidKVError
+
+KEY = "pyramidkv"
+"""Of the settings in vLLM's `additional_config`."""
+
+
+class ServingError(PyramidKVError):
+    """vLLM cannot serve with a compressed cache as asked; the message says why."""
+
+
+@dataclass(frozen=True)
+class ServingSettings:
+    """A compression in steps of groups of layers.
+
+    Attributes:
+        compression: method and budget; its counts depend on the prompt's length alone.
+        groups: how many, of equally many layers each; lowest layers first.
+        min_prompt: prompt tokens under which nothing is evicted.
+    """
+
+    compression: Compression
+    groups: int
+    min_prompt: int = 0
+
+    @property
+    def window(self) -> int:
+        """Last prompt tokens whose queries vote, and that must be computed together."""
+        return self.compression.method.options.window_size
+
+    def skipped_blocks(self, group: int, prompt: int, block_size: int) -> int:
+        """Return how many whole blocks at the head of a prompt a group frees.
+
+        The group keeps `prompt - blocks * block_size` tokens: its budget, and up to
+        `block_size - 1` more, since only whole blocks can be freed.
+        """
+        return _skipped(self, prompt, block_size)[group]
+
+    def kept(self, prompt: int, block_size: int) -> list[int]:
+        """Return the tokens that each group keeps of a prompt."""
+        return [prompt - blocks * block_size for blocks in _skipped(self, prompt, block_size)]
+
+    def largest_hit(self, group: int, hashed: int, block_size: int) -> int | None:
+        """Return the longest prefix that may be taken from blocks computed earlier, in tokens.
+
+        Blocks behind the freed ones are written to when the prompt is compressed, so that they
+        cannot be shared.
+
+        Args:
+            group: of layers.
+            hashed: prompt tokens in full blocks; the prompt has up to a block more.
+            block_size: tokens of a block.
+
+        Returns:
+            None: nothing is written to.
+        """
+        most = self.skipped_blocks(group, hashed + block_size - 1, block_size)
+        if most == 0:
+            return None
+        return self.skipped_blocks(group, hashed, block_size) * block_size
+
+
+@functools.lru_cache(maxsize=4096)
+def _skipped(settings: ServingSettings, prompt: int, block_size: int) -> tuple[int, ...]:
+    if prompt < settings.min_prompt:
+        return (0,) * settings.groups
+    budgets = settings.compression.schedule(settings.groups, prompt)
+    return tuple(max(0, prompt - budget) // block_size for budget in budgets)
+
+
+def read_settings(given: Mapping[str, Any], layers: int) -> ServingSettings:
+    """Return the settings for a model with this many full-attention layers.
+
+    Args:
+        given: what stands under `pyramidkv` in `additional_config`: `method`, `budget`, `groups`,
+            `min_prompt`, and options of the method; `layer_budgets` has an entry for each group.
+        layers: of the model.
+
+    Raises:
+        MethodError, BudgetError: the compression is none.
+        ServingError: it cannot be served.
+    """
+    options = dict(given)
+    groups, min_prompt = options.pop("groups", None), options.pop("min_prompt", 0)
+    compression = make_compression(options.pop("method", "pyramidkv"), **options)
+    method = compression.method
+    if not method.evicts:
+        raise ServingError(f"{method.name} evicts nothing; start vLLM without pyramidkv instead")
+    if compression.compression_ratio is not None or method.options.allocation == "entropy":
+        raise ServingError(
+            "only budgets in tokens can be served, shared as uniform, pyramid, power or list; give "
+            "budget instead of a compression ratio, and another allocation than entropy"
+        )
+    method.require("serving")
+    if compression.decode_budget is not None:
+        raise ServingError(
+            "a decode budget cannot be served: blocks are freed once, when a prompt is complete"
+        )
+    if type(min_prompt) is not int or min_prompt < 0:
+        raise ServingError(f"min_prompt is {min_prompt!r}; give a whole number of at least 0")
+    return ServingSettings(compression, choose_groups(layers, groups, compression), min_prompt)
+
+
+def choose_groups(layers: int, groups: int | None, compression: Compression) -> int:
+    """Return the number of groups: as asked, or by default the fewest from 4 to 8 that fit.
+
+    One is enough for uniform budgets; a list of budgets has one entry per group.
+
+    Raises:
+        ServingError: the number does not divide the layers, or none from 4 to 8 does.
+    """
+    options = compression.method.options
+    if options.layer_budgets is not None and groups is None:
+        groups = len(options.layer_budgets)
+    if groups is None and options.allocation == "uniform":
+        groups = 1
+    if groups is None:
+        groups = next((count for count in range(4, 9) if layers % count == 0), None)
+        if groups is None:
+            divisors = [count for count in range(1, layers + 1) if layers % count == 0]
+            raise ServingError(
+                f"no number of groups from 4 to 8 divides the model's {layers} layers; give groups "
+                f"as one of {', '.join(map(str, divisors))}"
+            )
+    if type(groups) is not int or groups < 1 or layers % groups:
+        raise ServingError(
+            f"groups is {groups!r}; it must divide the model's {layers} layers, since all groups "
+            "share one pool of blocks"
+        )
+    return groups

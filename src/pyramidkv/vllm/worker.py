@@ -1,0 +1,47 @@
+"""vLLM's CPU worker, whose full-attention layers have budgets by group."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec
+from vllm.v1.worker.cpu_worker import CPUWorker
+
+from . import running
+from .blocks import CompressedSpec
+from .checks import settings_of
+from .settings import ServingError
+
+register_backend(AttentionBackendEnum.CPU_ATTN, "pyramidkv.vllm.cpu.CompressedCPUBackend")
+
+
+class CompressedCPUWorker(CPUWorker):
+    """Replaces the specification of each full-attention layer by one with its group's budget."""
+
+    def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any):
+        self._settings = settings_of(vllm_config)  # refuses before anything is loaded
+        super().__init__(vllm_config, *args, **kwargs)
+
+    def init_device(self) -> None:
+        super().init_device()
+        running.remember(self.vllm_config, self.model_runner)
+
+    def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
+        specs: dict[str, KVCacheSpec] = super().get_kv_cache_spec()
+        layers = self.vllm_config.model_config.get_total_num_hidden_layers()
+        per_group = layers // self._settings.groups
+        return {
+            name: CompressedSpec.of(spec, self._settings, _layer_number(name) // per_group)
+            if type(spec) is FullAttentionSpec
+            else spec
+            for name, spec in specs.items()
+        }
+
+
+def _layer_number(name: str) -> int:
+    found = re.search(r"\.(\d+)\.", name)
+    if found is None:
+        raise ServingError(f"the layer {name!r} has no number, so it belongs to no group")
+    return int(found[1])

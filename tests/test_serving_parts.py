@@ -1,0 +1,224 @@
+"""The serving plugin's parts that need no vLLM: counts, chunks, and moves inside blocks."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pyramidkv.budgets import BudgetError
+from pyramidkv.method_options import MethodError
+from pyramidkv.vllm.chunks import end_chunk
+from pyramidkv.vllm.compaction import Rows, TransposedKeys, pair_slots
+from pyramidkv.vllm.settings import ServingError, read_settings
+
+SETTINGS = [
+    {"budget": 64},
+    {"budget": 128, "groups": 3},
+    {"method": "snapkv", "budget": 96},
+    {"method": "streamingllm", "budget": 40},
+    {"budget": 100, "allocation": "power", "gamma": 2.0, "groups": 6},
+    {"method": "snapkv", "layer_budgets": [200, 80, 40]},
+    {"budget": 64, "min_prompt": 300},
+]
+
+
+@pytest.mark.parametrize("given_", SETTINGS, ids=str)
+@given(prompt=st.integers(1, 5000), block_size=st.sampled_from([16, 32, 128]))
+def test_what_a_group_keeps_is_its_budget_and_less_than_a_block_more(given_, prompt, block_size):
+    settings = read_settings(given_, 12)
+    kept = settings.kept(prompt, block_size)
+    assert len(kept) == settings.groups
+    if prompt < settings.min_prompt:
+        assert kept == [prompt] * settings.groups
+        return
+    budgets = settings.compression.schedule(settings.groups, prompt)
+    for group, (have, budget) in enumerate(zip(kept, budgets, strict=True)):
+        assert budget <= have <= min(prompt, budget + block_size - 1)
+        blocks = settings.skipped_blocks(group, prompt, block_size)
+        assert have == prompt - blocks * block_size
+    if given_.get("budget"):
+        assert sum(budgets) == settings.groups * min(prompt, given_["budget"])
+
+
+@pytest.mark.parametrize("given_", SETTINGS, ids=str)
+@given(prompt=st.integers(1, 3000), block_size=st.sampled_from([16, 32]))
+def test_a_hit_never_reaches_blocks_that_are_written_to(given_, prompt, block_size):
+    """Whatever the prompt's true length is: only its full blocks are known when it is looked up."""
+    settings = read_settings(given_, 12)
+    hashed = prompt // block_size * block_size
+    for group in range(settings.groups):
+        most = settings.largest_hit(group, hashed, block_size)
+        skipped = settings.skipped_blocks(group, prompt, block_size)
+        if most is None:
+            assert skipped == 0
+        else:
+            assert most <= skipped * block_size
+            assert most <= prompt - settings.window
+
+
+@pytest.mark.parametrize(
+    ("layers", "groups"),
+    [
+        (30, 5),
+        (32, 4),
+        (24, 4),
+        (28, 4),
+        (36, 4),
+        (80, 4),
+        (22, None),
+        (62, None),
+        (35, 5),
+        (42, 6),
+    ],
+)
+def test_the_default_is_the_fewest_groups_from_4_to_8_that_divide_the_layers(layers, groups):
+    if groups is None:
+        with pytest.raises(
+            ServingError, match=rf"divides the model's {layers} layers; give groups"
+        ):
+            read_settings({"budget": 64}, layers)
+    else:
+        assert read_settings({"budget": 64}, layers).groups == groups
+    assert read_settings({"method": "snapkv", "budget": 64}, layers).groups == 1
+    assert read_settings({"budget": 64, "groups": 1}, layers).groups == 1
+
+
+@pytest.mark.parametrize(
+    ("given_", "error", "message"),
+    [
+        ({}, MethodError, "give pyramidkv either a budget"),
+        ({"budget": 10}, BudgetError, "the smallest possible budget is 36"),
+        ({"budget": 64, "groups": 5}, ServingError, "groups is 5; it must divide the model's 12"),
+        ({"budget": 64, "groups": 0}, ServingError, "groups is 0; it must divide"),
+        ({"budget": 64, "min_prompt": -1}, ServingError, "min_prompt is -1; give a whole number"),
+        ({"compression_ratio": 0.5}, ServingError, "only budgets in tokens can be served"),
+        ({"budget": 64, "allocation": "entropy"}, ServingError, "another allocation than entropy"),
+        ({"budget": 64, "decode_budget": 99}, ServingError, "a decode budget cannot be served"),
+        ({"method": "full"}, ServingError, "full evicts nothing; start vLLM without pyramidkv"),
+        ({"method": "h2o", "budget": 64}, MethodError, "h2o does not support serving with vLLM"),
+        (
+            {"method": "streamingllm-renumbered", "budget": 64},
+            MethodError,
+            "streamingllm-renumbered does not support serving with vLLM",
+        ),
+        ({"method": "pyramidkv-official", "budget": 64}, MethodError, "does not support serving"),
+        ({"method": "snapkv", "layer_budgets": [99] * 5}, ServingError, "groups is 5; it must"),
+        ({"budget": 64, "bugdet": 3}, MethodError, "pyramidkv has no option 'bugdet'"),
+    ],
+)
+def test_what_cannot_be_served_is_refused(given_, error, message):
+    with pytest.raises(error, match=message):
+        read_settings(given_, 12)
+
+
+@given(
+    computed=st.integers(0, 200),
+    new=st.integers(1, 300),
+    prompt=st.integers(1, 200),
+    window=st.integers(0, 64),
+)
+def test_steps_end_before_the_window_or_with_the_prompt(computed, new, prompt, window):
+    count = end_chunk(computed, new, prompt, window)
+    assert 0 <= count <= new
+    end = computed + count
+    if computed >= prompt:
+        assert count == new
+    else:
+        assert end == prompt or end <= max(computed, prompt - window)
+        assert end == prompt or count == min(new, max(0, prompt - window - computed))
+
+
+@given(data=st.data())
+def test_a_prompt_is_always_completed_if_a_window_fits_into_a_step(data):
+    window = data.draw(st.integers(0, 40))
+    prompt = data.draw(st.integers(1, 400))
+    most = data.draw(st.integers(max(1, window), 100))
+    computed, steps = 0, []
+    while computed < prompt:
+        new = min(most, prompt + 7 - computed)  # a preempted request has more than its prompt
+        count = end_chunk(computed, new, prompt, window)
+        assert count > 0
+        computed += count
+        steps.append(count)
+    assert computed == prompt
+    assert steps[-1] >= min(window, prompt)
+
+
+def make_cache(layout, blocks, heads, size, head_dim):
+    """An empty cache of a layout, and how to write a token of a head into it."""
+    if layout == "rows":
+        keys, values = torch.randn((2, blocks, size, heads, head_dim))
+        return Rows(keys, values)
+    memory = torch.randn((blocks, heads, 2 * size, head_dim))
+    return TransposedKeys(*memory.chunk(2, dim=2))
+
+
+def fill(cache, layout, table, keys, values):
+    """Write a sequence `[heads, tokens, head_dim]` as vLLM does, one token after the other."""
+    size = cache.block_size
+    for position in range(keys.shape[1]):
+        block, slot = int(table[position // size]), position % size
+        for head in range(keys.shape[0]):
+            if layout == "rows":
+                cache.keys[block, slot, head] = keys[head, position]
+                cache.values[block, slot, head] = values[head, position]
+            else:
+                own = cache.keys[block, head].reshape(-1)  # a view: one block of one head
+                for place in range(keys.shape[2]):
+                    own[place * size + slot] = keys[head, position, place]
+                cache.values[block, head, slot] = values[head, position]
+
+
+@pytest.mark.parametrize("layout", ["vec", "rows"])
+@given(data=st.data())
+def test_the_last_blocks_hold_exactly_what_is_kept(layout, data):
+    heads, size, head_dim = data.draw(st.integers(1, 3)), 4, 2
+    tokens = data.draw(st.integers(5, 40))
+    skipped = data.draw(st.integers(1, (tokens - 1) // size))
+    freed = skipped * size
+    seed = data.draw(st.integers(0, 1000))
+    torch.manual_seed(seed)
+    keys, values = torch.randn((2, heads, tokens, head_dim))
+    table = torch.randperm(20)[: -(-tokens // size)]
+    cache = make_cache(layout, 20, heads, size, head_dim)
+    fill(cache, layout, table, keys, values)
+    others = [block for block in range(20) if block not in table.tolist()]
+    before = [cache.keys[others].clone(), cache.values[others].clone()]
+    stored = cache.gather(table, tokens)
+    assert torch.equal(stored[0][0], keys)
+    assert torch.equal(stored[1][0], values)
+    kept = torch.stack(
+        [torch.randperm(tokens)[: tokens - freed].sort().values for _ in range(heads)]
+    )
+    cache.move(*_moves(kept, table, tokens, freed))
+    left = cache.gather(table[skipped:], tokens - freed)
+    for head in range(heads):
+        for got, all_ in zip(left, (keys, values), strict=True):
+            wanted = all_[head, kept[head]]
+            assert sorted(got[0, head].tolist()) == sorted(wanted.tolist())
+        pairs = torch.cat([left[0][0, head], left[1][0, head]], dim=-1)
+        wanted = torch.cat([keys[head, kept[head]], values[head, kept[head]]], dim=-1)
+        assert sorted(pairs.tolist()) == sorted(wanted.tolist())  # a key keeps its value
+    assert torch.equal(cache.keys[others], before[0])
+    assert torch.equal(cache.values[others], before[1])
+
+
+def _moves(kept, table, tokens, freed):
+    heads, source, target = pair_slots(kept, tokens, freed)
+    assert len(heads) == len(source) == len(target)
+    assert bool((source < freed).all())
+    assert bool((target >= freed).all())
+    return heads, table, source, target
+
+
+def test_these_parts_need_neither_vllm_nor_torch_for_counts():
+    code = (
+        "import sys, pyramidkv.vllm.settings, pyramidkv.vllm.chunks; "
+        "assert not {'torch', 'vllm', 'transformers'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
