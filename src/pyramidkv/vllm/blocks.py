@@ -13,6 +13,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 from vllm.v1.request import Request
 
+from .checks import check_hook
 from .settings import ServingSettings
 
 
@@ -111,6 +112,18 @@ class CompressedManager(FullAttentionManager):
 
 def register() -> None:
     """Make vLLM know the specification; more than once does nothing."""
+    kept = ("request_id", "processed_computed_tokens", "num_prompt_tokens")
+    check_hook(FullAttentionManager, "remove_skipped_blocks", *kept)
+    check_hook(FullAttentionManager, "_remove_blocks_in_range", "request_id", "first_block")
+    cached = ("request", "num_tokens", "retention_interval", "replay_boundaries")
+    check_hook(FullAttentionManager, "cache_blocks", *cached)
+    looked_up = ("block_hashes", "max_length", "kv_cache_group_ids", "block_pool", "kv_cache_spec")
+    check_hook(FullAttentionManager, "find_longest_cache_hit", *looked_up)
+    check_hook(FullAttentionSpec, "merge", "specs")
+    check_hook(FullAttentionSpec, "is_uniform_with_collection", "kv_cache_specs")
+    registered = ("kvcache_spec_cls", "manager_class", "uniform_type_base_spec")
+    check_hook(KVCacheSpecRegistry, "register", *registered)
+    check_hook(KVCacheSpecRegistry, "_ensure_registered")
     # The built-in ones register themselves only while the table is empty.
     KVCacheSpecRegistry._ensure_registered()
     KVCacheSpecRegistry.register(CompressedSpec, CompressedManager, CompressedSpec)

@@ -2,9 +2,20 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
-from .settings import KEY, ServingError, ServingSettings, read_settings
+from .settings import (
+    KEY,
+    SCHEDULER,
+    WORKERS,
+    ServingError,
+    ServingSettings,
+    read_settings,
+)
+
+TESTED = ("0.32.0",)
+"""Releases of vLLM that the plugin was tested with."""
 
 
 def settings_of(vllm_config: Any) -> ServingSettings:
@@ -21,6 +32,43 @@ def settings_of(vllm_config: Any) -> ServingSettings:
         )
     layers = vllm_config.model_config.get_total_num_hidden_layers()
     return read_settings(given[KEY], layers)
+
+
+def check_config(vllm_config: Any, settings: ServingSettings) -> None:
+    """Refuse a configuration of vLLM with which blocks cannot be freed or prompts not compressed.
+
+    Raises:
+        ServingError: see above.
+    """
+    parallel, scheduler = vllm_config.parallel_config, vllm_config.scheduler_config
+    cache, model = vllm_config.cache_config, vllm_config.model_config
+    if parallel.worker_cls not in WORKERS or scheduler.scheduler_cls != SCHEDULER:
+        raise ServingError(
+            "worker and scheduler of pyramidkv need each other; give both --worker-cls "
+            f"{WORKERS[0]} and --scheduler-cls {SCHEDULER}, or start with pyramidkv serve"
+        )
+    context = max(
+        parallel.decode_context_parallel_size, getattr(parallel, "prefill_context_parallel_size", 1)
+    )
+    reasons = {
+        "context parallelism, which spreads a prompt's tokens": context > 1,
+        "pipeline parallelism (not tried yet)": parallel.pipeline_parallel_size > 1,
+        "a KV connector or KV offloading, which copy blocks by their position": (
+            vllm_config.kv_transfer_config is not None
+            or getattr(cache, "kv_offloading_size", None) is not None
+        ),
+        f"a quantised KV cache ({cache.cache_dtype})": cache.cache_dtype
+        not in ("auto", "float32", "bfloat16", "float16"),
+        "multi-head latent attention, whose cache has no keys and values per head": model.use_mla,
+        "a disabled hybrid KV cache manager, which has one budget for all layers": (
+            bool(scheduler.disable_hybrid_kv_cache_manager) and settings.groups > 1
+        ),
+        "Model Runner V2 (set VLLM_USE_V2_MODEL_RUNNER=0)": vllm_config.use_v2_model_runner,
+        "asynchronous scheduling (give --no-async-scheduling)": bool(scheduler.async_scheduling),
+    }
+    for reason, given in reasons.items():
+        if given:
+            raise ServingError(f"pyramidkv cannot serve with {reason}")
 
 
 def check_scheduler(vllm_config: Any, settings: ServingSettings) -> None:
@@ -44,4 +92,28 @@ def check_scheduler(vllm_config: Any, settings: ServingSettings) -> None:
         raise ServingError(
             f"long_prefill_token_threshold is {threshold}, below the window of {settings.window} "
             "tokens, which are computed together; raise it"
+        )
+
+
+def check_hook(owner: Any, name: str, *parameters: str) -> None:
+    """Refuse a release of vLLM in which a method that the plugin builds on is another one.
+
+    Args:
+        owner: a class or module.
+        name: of its function.
+        parameters: the names it must take, in this order, without `self` and `cls`.
+
+    Raises:
+        ServingError: it tells the release found and those tested.
+    """
+    found = getattr(owner, name, None)
+    names = [] if found is None else list(inspect.signature(found).parameters)
+    if names[:1] in (["self"], ["cls"]):
+        names = names[1:]
+    if found is None or tuple(names[: len(parameters)]) != parameters:
+        import vllm
+
+        raise ServingError(
+            f"vLLM {vllm.__version__} is not supported: {owner.__name__}.{name} is not what "
+            f"pyramidkv builds on; tested with vLLM {', '.join(TESTED)}"
         )

@@ -19,8 +19,16 @@ from vllm.v1.attention.backends.cpu_attn import (
 from ..selection import select
 from . import running
 from .blocks import CompressedSpec
+from .checks import check_hook
 from .compaction import TransposedKeys, pair_slots
 from .settings import ServingError, ServingSettings
+
+check_hook(CPUAttentionMetadataBuilder, "build", "common_prefix_len", "common_attn_metadata")
+check_hook(
+    CPUAttentionBackendImpl,
+    "forward",
+    *("layer", "query", "key", "value", "kv_cache", "attn_metadata", "output"),
+)
 
 LAYOUTS = ("vec", "vec16")
 """Of vLLM's CPU caches: those whose keys lie as `TransposedKeys` has them."""
@@ -54,6 +62,14 @@ class CompressedMetadata(CPUAttentionMetadata):
 class CompressedCPUBuilder(CPUAttentionMetadataBuilder):
     """Shows requests past their prompt the blocks that are left."""
 
+    def __init__(self, kv_cache_spec: Any, *args: Any, **kwargs: Any):
+        super().__init__(kv_cache_spec, *args, **kwargs)
+        if isinstance(kv_cache_spec, CompressedSpec) and self.isa not in LAYOUTS:
+            raise ServingError(
+                f"vLLM packs its CPU cache as {self.isa!r} here, which cannot be compressed yet; "
+                "use float32 or float16 (--dtype), whose layout is not packed"
+            )
+
     def build(
         self,
         common_prefix_len: int,
@@ -63,11 +79,6 @@ class CompressedCPUBuilder(CPUAttentionMetadataBuilder):
         common, spec = common_attn_metadata, self.kv_cache_spec
         if not isinstance(spec, CompressedSpec):
             return super().build(common_prefix_len, common, fast_build)
-        if self.isa not in LAYOUTS:
-            raise ServingError(
-                f"vLLM packs its CPU cache as {self.isa!r} here, which cannot be compressed yet; "
-                "use float32 or float16 (--dtype), whose layout is not packed"
-            )
         batch, rows = running.runner_of(self.vllm_config).input_batch, common.num_reqs
         prompts = batch.num_prompt_tokens_cpu_tensor[:rows].tolist()
         computed = batch.num_computed_tokens_cpu_tensor[:rows].tolist()

@@ -4,20 +4,34 @@ from __future__ import annotations
 
 from typing import Any
 
+from vllm.logger import init_logger
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request
 
-from .checks import check_scheduler, settings_of
+from .checks import check_config, check_hook, check_scheduler, settings_of
 from .chunks import end_chunk
+from .settings import capacity_lines
+
+logger = init_logger("vllm.pyramidkv")
+
+check_hook(
+    Scheduler, "_reserve_prefill_lookahead", "request", "num_computed_tokens", "num_new_tokens"
+)
+check_hook(Scheduler, "_preempt_request", "request")
 
 
 class CompressedScheduler(Scheduler):
     """vLLM's scheduler; the last window of a prompt is computed in one step, which ends with it."""
 
     def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any):
-        super().__init__(vllm_config, *args, **kwargs)
         self._settings = settings_of(vllm_config)
+        check_config(vllm_config, self._settings)
         check_scheduler(vllm_config, self._settings)
+        super().__init__(vllm_config, *args, **kwargs)
+        blocks = self.kv_cache_manager.block_pool.num_gpu_blocks - 1  # one is the null block
+        longest = vllm_config.model_config.max_model_len
+        for line in capacity_lines(self._settings, self.block_size, blocks, longest):
+            logger.info("%s", line)
 
     def _evicts(self, request: Request) -> bool:
         kept = self._settings.kept(request.num_prompt_tokens, self.block_size)

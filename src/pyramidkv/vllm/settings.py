@@ -18,6 +18,11 @@ KEY = "pyramidkv"
 """Of the settings in vLLM's `additional_config`."""
 
 
+WORKERS = ("pyramidkv.vllm.worker.CompressedCPUWorker",)
+SCHEDULER = "pyramidkv.vllm.scheduling.CompressedScheduler"
+"""What vLLM is to be started with, as `--worker-cls` and `--scheduler-cls`."""
+
+
 class ServingError(PyramidKVError):
     """vLLM cannot serve with a compressed cache as asked; the message says why."""
 
@@ -141,3 +146,32 @@ def choose_groups(layers: int, groups: int | None, compression: Compression) -> 
             "share one pool of blocks"
         )
     return groups
+
+
+def capacity_lines(
+    settings: ServingSettings, block_size: int, blocks: int, longest: int
+) -> list[str]:
+    """Return what a pool of blocks holds, full and compressed, in lines for people.
+
+    Args:
+        settings: of the plugin.
+        block_size: tokens of a block.
+        blocks: in the pool, of all groups together.
+        longest: the most tokens of a request.
+    """
+    compression, groups = settings.compression, settings.groups
+    amount = "" if compression.budget is None else f" {compression.budget:,}"
+    lines = [
+        f"pyramidkv: {compression.method.name}{amount} in {groups} group{'s' * (groups > 1)} of "
+        f"layers, {blocks:,} blocks of {block_size} tokens"
+    ]
+    lengths = sorted({length for length in (2048, 8192, 32768) if length < longest} | {longest})
+    for length in lengths:
+        full = groups * -(-length // block_size)
+        freed = sum(settings.skipped_blocks(group, length, block_size) for group in range(groups))
+        lines.append(
+            f"pyramidkv: a prompt of {length:,} tokens: {full:,} blocks while it is processed, "
+            f"{full - freed:,} afterwards; {blocks / full:.1f} full ones fit, "
+            f"{blocks / (full - freed):.1f} compressed"
+        )
+    return lines

@@ -11,10 +11,14 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 
 from . import running
 from .blocks import CompressedSpec
-from .checks import settings_of
+from .checks import check_config, check_hook, settings_of
 from .settings import ServingError
 
 register_backend(AttentionBackendEnum.CPU_ATTN, "pyramidkv.vllm.cpu.CompressedCPUBackend")
+
+
+check_hook(CPUWorker, "init_device")
+check_hook(CPUWorker, "get_kv_cache_spec")
 
 
 class CompressedCPUWorker(CPUWorker):
@@ -22,6 +26,7 @@ class CompressedCPUWorker(CPUWorker):
 
     def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any):
         self._settings = settings_of(vllm_config)  # refuses before anything is loaded
+        check_config(vllm_config, self._settings)
         super().__init__(vllm_config, *args, **kwargs)
 
     def init_device(self) -> None:
@@ -30,6 +35,11 @@ class CompressedCPUWorker(CPUWorker):
 
     def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
         specs: dict[str, KVCacheSpec] = super().get_kv_cache_spec()
+        if shared := getattr(self.model_runner, "shared_kv_cache_layers", None):
+            raise ServingError(
+                "pyramidkv cannot serve with layers that share another layer's cache; "
+                f"{len(shared)} of this model do"
+            )
         layers = self.vllm_config.model_config.get_total_num_hidden_layers()
         per_group = layers // self._settings.groups
         return {

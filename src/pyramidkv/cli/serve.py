@@ -1,0 +1,95 @@
+"""`pyramidkv serve`: vLLM's server with compressed caches."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from importlib.util import find_spec
+from typing import Annotated, Any
+
+import typer
+
+from ..model_source import find_model
+from ..vllm.settings import (
+    KEY,
+    SCHEDULER,
+    WORKERS,
+    ServingError,
+    ServingSettings,
+    read_settings,
+)
+from . import options
+
+MODULE = "vllm.entrypoints.openai.api_server"
+_OURS = ("--worker-cls", "--scheduler-cls")
+
+
+@options.taking(options.SERVED_OPTIONS)
+def serve(
+    context: typer.Context,
+    model: Annotated[str, typer.Argument(help="As vLLM takes it: a hub id or a folder.")],
+    budget: Annotated[
+        int | None, typer.Option(help="Tokens kept per layer and KV head, on average.")
+    ] = None,
+    method: Annotated[str, typer.Option(help="pyramidkv, snapkv or streamingllm.")] = "pyramidkv",
+    groups: Annotated[
+        int | None, typer.Option(help="Groups of layers with one budget each; by default 4 to 8.")
+    ] = None,
+    min_prompt: Annotated[
+        int, typer.Option(help="Prompt tokens under which nothing is evicted.")
+    ] = 0,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Show the command and the plan, and start nothing.")
+    ] = False,
+    **given: Any,
+) -> None:
+    """Start vLLM's OpenAI-compatible server; options that are not listed go to vLLM."""
+    asked = {"method": method, "budget": budget, "groups": groups, "min_prompt": min_prompt}
+    asked |= options.method_options(given)
+    asked = {name: value for name, value in asked.items() if value is not None}
+    settings = read_settings(asked, len(find_model(model).shape.layers))
+    arguments = [MODULE, "--model", model, *_vllm_arguments(context.args, asked)]
+    for line in _plan(settings):
+        typer.echo(line, err=True)
+    if dry_run:
+        typer.echo(" ".join(_quoted(part) for part in ["python", "-m", *arguments]))
+        return
+    if find_spec("vllm") is None:
+        raise ServingError("vLLM is not installed; pip install 'pyramidkv[vllm]'")
+    sys.stderr.flush()
+    os.execv(sys.executable, [sys.executable, "-m", *arguments])
+
+
+def _vllm_arguments(extra: list[str], asked: dict[str, Any]) -> list[str]:
+    """Return vLLM's arguments: the user's, and what makes it ours."""
+    rest: list[str] = []
+    others: Any = {}
+    waiting = iter(extra)
+    for part in waiting:
+        name, _, value = part.partition("=")
+        if name.replace("_", "-") in _OURS:
+            raise ServingError(f"{name} is set by pyramidkv serve; leave it out")
+        if name.replace("_", "-") != "--additional-config":
+            rest.append(part)
+            continue
+        try:
+            others = json.loads(value or next(waiting, ""))
+        except ValueError:
+            others = None
+        if not isinstance(others, dict) or KEY in others:
+            raise ServingError(f"--additional-config must be a JSON object without {KEY!r}")
+    config = json.dumps({**others, KEY: asked})
+    ours = ["--worker-cls", WORKERS[0], "--scheduler-cls", SCHEDULER]
+    return [*ours, "--additional-config", config, *rest]
+
+
+def _plan(settings: ServingSettings) -> list[str]:
+    """Return the budgets of the groups for a long prompt."""
+    budgets = settings.compression.schedule(settings.groups, 10**6)
+    shares = ", ".join(f"{budget:,}" for budget in budgets)
+    return [f"groups of layers, lowest first, keep {shares} tokens of a long prompt"]
+
+
+def _quoted(part: str) -> str:
+    return part if part.replace("-", "").replace(".", "").isalnum() else f"'{part}'"
