@@ -110,15 +110,22 @@ def test_a_folder_with_another_run_is_refused(model_folder, tmp_path):
 
 
 def test_the_best_is_that_of_the_same_budget():
-    """A hand-made group: a scores 50 and b 75 at one budget, c 100 at another."""
-    described = {"a 8": {"score": 0.5}, "b 8": {"score": 0.75}, "c 9": {"score": 1.0}}
-    arms = {"a 8": {"budget": 8}, "b 8": {"budget": 8}, "c 9": {"budget": 9}}
-    pair = {"first": "b 8", "second": "a 8", "difference": 0.25, "difference_interval": [0.0, 0.5]}
-    group = {"arms": described, "pairs": [pair]}
-    assert [_against_best(group, arms, arm) for arm in arms] == ["-25.0 (-50.0 to +0.0)", "-", "-"]
-    pair = {"first": "a 8", "second": "b 8", "difference": -0.25, "difference_interval": [-1, 0]}
-    turned = {"arms": described, "pairs": [pair]}
-    assert _against_best(turned, arms, "a 8") == "-25.0 (-100.0 to +0.0)"
+    """Hand-made: a scores 50, b and d 75 with one amount; c is alone with another."""
+    scores = {"full": 1.0, "a": 0.5, "b": 0.75, "c": 0.25, "d": 0.75}
+
+    def pair(first, second, interval):
+        change = scores[first] - scores[second]
+        return {"first": first, "second": second, "difference": change} | {
+            "difference_interval": interval
+        }
+
+    described = {name: {"score": score} for name, score in scores.items()}
+    pairs = [pair("b", "a", [0.0, 0.5]), pair("b", "d", [-0.1, 0.1]), pair("a", "d", [-1, 0])]
+    group = {"arms": described, "pairs": pairs}
+    shown = [_against_best(group, arm) for arm in scores]
+    assert shown == ["-", "-25.0 (-50.0 to +0.0)", "-", "-", "-"]
+    turned = {"arms": described, "pairs": [pair("a", "b", [-1, 0])]}
+    assert _against_best(turned, "a") == "-25.0 (-100.0 to +0.0)"
 
 
 def test_without_a_terminal_the_time_left_is_told_once_a_minute(monkeypatch, capsys):

@@ -290,7 +290,7 @@ def show(lines: Sequence[dict[str, Any]], settings: dict[str, Any]) -> None:
         columns = [
             ("score", [_percent(described[arm], "score", "interval") for arm in rows]),
             ("against full", [_against(described[arm]) for arm in rows]),
-            ("against the best", [_against_best(group, arms, arm) for arm in rows]),
+            ("against the best", [_against_best(group, arm) for arm in rows]),
             ("kept per layer", [f"{described[arm]['kept_tokens']:,.1f}" for arm in rows]),
             ("bytes", [format_bytes(described[arm]["kept_bytes"]) for arm in rows]),
             ("footprint", [f"{100 * described[arm]['footprint']:.1f}%" for arm in rows]),
@@ -327,18 +327,14 @@ def _against(described: dict[str, Any]) -> str:
     return _percent(described, "difference", "difference_interval", "+")
 
 
-def _against_best(group: dict[str, Any], arms: dict[str, Any], arm: str) -> str:
-    """Return the difference to the method that scores best with the same budget."""
-    described = group["arms"]
-    rivals = [name for name in arms if arms[name].get("budget") == arms[arm].get("budget")]
-    best = max(rivals, key=lambda name: described[name]["score"])
-    if arm == best:
-        return "-"
+def _against_best(group: dict[str, Any], arm: str) -> str:
+    """Return the difference to the best method of the same budget, if that is another one."""
+    rivals: dict[str, dict[str, Any]] = {}
     for pair in group["pairs"]:
-        if (pair["first"], pair["second"]) == (arm, best):
-            return _percent(pair, "difference", "difference_interval", "+")
-        if (pair["second"], pair["first"]) == (arm, best):
-            low, high = pair["difference_interval"]
-            turned = {"difference": -pair["difference"], "interval": (-high, -low)}
-            return _percent(turned, "difference", "interval", "+")
-    return "-"
+        low, high = pair["difference_interval"]
+        if pair["first"] == arm:
+            rivals[pair["second"]] = {"difference": pair["difference"], "interval": (low, high)}
+        elif pair["second"] == arm:
+            rivals[pair["first"]] = {"difference": -pair["difference"], "interval": (-high, -low)}
+    best = max([arm, *rivals], key=lambda name: group["arms"][name]["score"])
+    return "-" if best == arm else _percent(rivals[best], "difference", "interval", "+")
