@@ -56,6 +56,18 @@ def test_what_cannot_be_excluded_is_refused():
             exclude(compression, [place], 80)
     with pytest.raises(MethodError, match="full keeps every token"):
         exclude(make_compression("full"), [10], 80)
+    with pytest.raises(MethodError, match="snapkv does not support a decode budget"):
+        exclude(make_compression("snapkv", 24, decode_budget=30, **WINDOW), [10], 80)
+
+
+def test_places_in_the_prompt_mean_nothing_in_its_pieces():
+    chosen = exclude(make_compression("snapkv", 24, **WINDOW), [10], 80)
+    ids, mask = prompt_ids(80)
+    model = tiny_model("llama", "sdpa")
+    cache = pyramidkv.CompressedCache(model, chosen.method, **chosen.amounts)
+    cache.expect_prompt(mask)
+    with torch.no_grad(), pytest.raises(MethodError, match="does not support a prompt in several"):
+        model(ids[:, :40], past_key_values=cache, use_cache=True)
 
 
 def test_the_sentence_of_a_value_is_found():

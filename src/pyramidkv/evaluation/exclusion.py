@@ -46,12 +46,12 @@ def exclude(compression: Compression, tokens: Iterable[int], prompt_tokens: int)
     """Return the same compression, but which evicts these tokens of a prompt before all others.
 
     Args:
-        compression: one that evicts.
+        compression: one that evicts, without a decode budget.
         tokens: their places in the prompt.
         prompt_tokens: how many the prompt has.
 
     Raises:
-        MethodError: the method keeps every token.
+        MethodError: the method keeps every token, or there is a decode budget.
         PromptError: a token is always kept, since it is among the sinks or in the window.
     """
     method, places = compression.method, tuple(sorted(set(tokens)))
@@ -67,7 +67,12 @@ def exclude(compression: Compression, tokens: Iterable[int], prompt_tokens: int)
             )
     excluding = Excluding(method, score, places)
     unpooled = dataclasses.replace(options, kernel_size=1)
-    changed = dataclasses.replace(method, options=unpooled, make_score=lambda _: excluding)
+    changed = dataclasses.replace(
+        method,
+        options=unpooled,
+        make_score=lambda _: excluding,
+        supports=method.supports & {"measured budgets"},  # places are those of the whole prompt
+    )
     return dataclasses.replace(compression, method=changed)
 
 
