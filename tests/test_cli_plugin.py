@@ -150,6 +150,11 @@ def test_an_output_never_replaces_the_file(model_folder, tmp_path):
     )
     assert done.returncode == 2
     assert b"is the file that is read; name another" in done.stderr
+    document = tmp_path / "document.txt"
+    document.write_text(words(60))
+    talk = ("chat", "--model", model_folder, "--context", document, "--budget", 40)
+    talked = run(*talk, "--plugin", plugin, stdin=f"/save {plugin}\n".encode())
+    assert b"is the file that is read; name another" in talked.stderr
     assert plugin.read_text() == plugin_files.SNAPKV
 
 

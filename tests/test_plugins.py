@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import subprocess
 import sys
 from dataclasses import dataclass, field, replace
@@ -14,7 +15,7 @@ from tiny import prompt_ids, tiny_model
 
 import pyramidkv
 from pyramidkv import Method, MethodError, Options, PluginError, ScoreError, register_method
-from pyramidkv.compression import describe_method, make_compression, without_amount
+from pyramidkv.compression import Compression, describe_method, make_compression, without_amount
 from pyramidkv.many import compress_many
 from pyramidkv.methods import METHODS
 from pyramidkv.plugins import describe_plugins, load_plugin
@@ -44,6 +45,15 @@ def test_a_registered_method_is_named_like_the_others():
     compression = make_compression("mine", 64, allocation="pyramid", window_size=8)
     assert describe_method(compression.parameters()) == "mine (pyramid) 64"
     assert sum(compression.schedule(4, 500)) == 4 * 64
+
+
+def test_what_evicts_nothing_has_no_use_for_budgets_whatever_it_supports():
+    register_method(replace(MINE, make_score=None))
+    for amounts in ({"decode_budget": 64}, {"allocation": "entropy"}):
+        with pytest.raises(MethodError, match="mine does not support (a decode|budgets by)"):
+            make_compression("mine", **amounts)
+    with pytest.raises(MethodError, match="mine does not support a decode budget; streamingllm, h"):
+        Compression(METHODS["mine"], decode_budget=64)
 
 
 @pytest.mark.parametrize("name", ["my-method", "m2", "2d", "top_k", "v1.5"])
@@ -152,6 +162,7 @@ def test_a_change_that_fails_leaves_the_methods_of_before(tmp_path):
     ("name", "text", "words"),
     [
         ("absent.py", None, "there is no file '{}'; give the Python file"),
+        ("a" * 300 + ".py", None, "cannot read '{}': File name too long"),
         ("m.txt", "", "'{}' is no .py file; give the Python file"),
         ("m.py", "", "'{}' registers no method; let it call pyramidkv.register_method"),
         ("m.py", "\0", "SyntaxError"),
@@ -173,6 +184,11 @@ def test_a_folder_is_no_plugin(tmp_path):
     (tmp_path / "m.py").mkdir()
     with pytest.raises(PluginError, match="there is no file"):
         load_plugin(tmp_path / "m.py")
+
+
+def test_a_name_that_is_no_utf_8_is_one(tmp_path):
+    path = plugin_files.write(tmp_path / os.fsdecode(b"caf\xe9.py"))
+    assert load_plugin(path) == ["mine"]
 
 
 def test_registering_needs_no_torch(tmp_path):

@@ -114,14 +114,18 @@ class Method:
         """Whether the score is taken from the window's queries, so that the window cannot be 0."""
         return "window_reduce" in self.settable
 
+    def can(self, capability: Capability) -> bool:
+        """Say whether it supports something; what evicts nothing can take a prompt in pieces."""
+        return capability in self.supports and (self.evicts or capability == "prefill chunks")
+
     def require(self, capability: Capability) -> None:
         """Refuse what this method cannot do.
 
         Raises:
             MethodError: it names the methods that can.
         """
-        if capability not in self.supports:
-            able = ", ".join(m.name for m in METHODS.values() if capability in m.supports)
+        if not self.can(capability):
+            able = ", ".join(m.name for m in METHODS.values() if m.can(capability))
             raise MethodError(f"{self.name} does not support {_IN_WORDS[capability]}; {able} do")
         if self.options.measured and capability != "measured budgets":
             raise MethodError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -74,9 +75,11 @@ def describe_plugins(paths: Iterable[str | Path]) -> list[dict[str, str]]:
 def _read(path: Path) -> bytes:
     if path.suffix != ".py":
         raise PluginError(f"{str(path)!r} is no .py file; give the Python file of your method")
-    if not path.is_file():
-        raise PluginError(f"there is no file {str(path)!r}; give the Python file of your method")
     try:
+        if not path.is_file():
+            raise PluginError(
+                f"there is no file {str(path)!r}; give the Python file of your method"
+            )
         return path.read_bytes()
     except OSError as error:
         raise PluginError(f"cannot read {str(path)!r}: {error.strerror}") from None
@@ -99,7 +102,7 @@ def _restoring(home: Path) -> Iterator[None]:
 
 
 def _module_name(home: Path) -> str:
-    return f"pyramidkv_plugin_{hashlib.sha256(str(home).encode()).hexdigest()[:16]}"
+    return f"pyramidkv_plugin_{hashlib.sha256(os.fsencode(home)).hexdigest()[:16]}"
 
 
 def _execute(data: bytes, path: Path, home: Path) -> None:

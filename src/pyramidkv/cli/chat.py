@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -42,7 +42,7 @@ def chat(
             "the document cannot come from standard input, where the questions come from; give a "
             "file to --context"
         )
-    options.load_plugins(given)
+    read = [context, given["schedule"], *options.load_plugins(given)]
     text = contexts.check(given)
 
     options.quiet_transformers()
@@ -59,7 +59,7 @@ def chat(
     for line in _lines():
         try:
             if line.startswith("/"):
-                if _leaves(line, conversation, context):
+                if _leaves(line, conversation, read):
                     return
                 continue
             _answer(conversation, line, given["max_new_tokens"], given["temperature"])
@@ -98,7 +98,7 @@ def _read_line() -> str:
     return line.decode()
 
 
-def _leaves(line: str, conversation: Chat, document: Path | None) -> bool:
+def _leaves(line: str, conversation: Chat, read: Sequence[Path | None]) -> bool:
     """Carry out a command and return whether it ends the conversation."""
     command, _, argument = line.partition(" ")
     if command == "/exit":
@@ -109,7 +109,7 @@ def _leaves(line: str, conversation: Chat, document: Path | None) -> bool:
     elif command == "/save" and argument.strip():
         path = Path(argument.strip()).expanduser()
         model = conversation.context.model.config._name_or_path
-        inputs.check_files({"/save": path}, [document], model)
+        inputs.check_files({"/save": path}, read, model)
         conversation.save(path)
         typer.echo(f"saved as {str(path)!r}", err=True)
     elif command == "/save":

@@ -25,7 +25,7 @@ def methods(**given: Any) -> None:
             continue
         typer.echo(f"  {_settings(method)}")
         typer.echo(f"  options: {_options(method)}")
-        if missing := [name for name in _CAPABILITIES if name not in method.supports]:
+        if missing := [name for name in _CAPABILITIES if not method.can(name)]:
             typer.echo(f"  without: {', '.join(missing)}")
         typer.echo(f"  source: {method.source}")
     typer.echo(
