@@ -11,12 +11,14 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import plugin_files
 import pytest
 from conftest import tiny_tokenizer, words
 from tiny import tiny_model
 
 import pyramidkv
 from pyramidkv.errors import HarnessError, PyramidKVError
+from pyramidkv.methods import METHODS
 
 WINDOW = {"window_size": 6, "kernel_size": 5}
 SMALL = {"budget": 24, **WINDOW}
@@ -283,12 +285,23 @@ def test_scores_are_refused(lm_eval, make, task_folder):
         ({"method": "snapkv", "layer_budgets": 40}, "layer_budgets is 40; it is a list"),
         ({"budget": 64, "sinks": 2}, r"no argument 'sinks'; .*sink_tokens"),
         ({"budget": 64, "schedule": "none.json"}, "cannot read 'none.json'"),
+        ({"budget": 64, "plugin": "none.py"}, "there is no file 'none.py'"),
     ],
 )
 def test_mistakes_are_told_in_a_sentence(make, arguments, message):
     with pytest.raises(PyramidKVError, match=message) as caught:
         make("pyramidkv", **arguments)
     assert "\n" not in str(caught.value)
+
+
+def test_a_method_comes_from_its_file_and_is_noted(make, tmp_path):
+    path = plugin_files.write(tmp_path / "m.py")
+    lm = make("pyramidkv", method="mine", plugin=str(path), **SMALL)
+    assert generate(lm) == generate(make("pyramidkv", method="snapkv", **SMALL))
+    (noted,) = lm.get_model_info()["plugins"]
+    assert noted["file"] == "m.py"
+    assert "plugins" not in make("pyramidkv", **SMALL).get_model_info()
+    del METHODS["mine"]
 
 
 def test_a_model_must_be_named(lm_eval):

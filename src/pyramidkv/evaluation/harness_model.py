@@ -16,10 +16,11 @@ from ..compression import Compression, make_compression
 from ..engine import compress
 from ..errors import HarnessError
 from ..method_options import Options
+from ..plugins import describe_plugins, load_plugin
 from ..schedule_profile import ScheduleProfile
 
 _AMOUNTS = ("method", "budget", "compression_ratio", "decode_budget", "decode_interval")
-_OPTIONS = (*_AMOUNTS, *(field.name for field in dataclasses.fields(Options)), "schedule")
+_OPTIONS = (*_AMOUNTS, *(field.name for field in dataclasses.fields(Options)), "schedule", "plugin")
 
 
 def _unknown(name: str) -> HarnessError:
@@ -45,10 +46,10 @@ class PyramidKVLM(HFLM):  # type: ignore[misc]
     Args:
         pretrained: as for `hf`: a hub id, a folder or a loaded model.
         given: what `make_compression` takes, by its names (`schedule` is the path of a schedule
-            file); everything else is an argument of `hf`.
+            file, `plugin` that of a file with the method); everything else is an argument of `hf`.
 
     Raises:
-        MethodError, BudgetError, ProfileError: before the model is loaded.
+        PluginError, MethodError, BudgetError, ProfileError: before the model is loaded.
         UnsupportedModelError, AttentionError, HarnessError: before anything is generated.
     """
 
@@ -56,6 +57,9 @@ class PyramidKVLM(HFLM):  # type: ignore[misc]
         if pretrained is None:
             raise HarnessError("no model is given; give pretrained=, a hub id or a folder")
         chosen = {name: given.pop(name) for name in _OPTIONS if name in given}
+        self._plugins = [str(chosen.pop("plugin"))] if "plugin" in chosen else []
+        for file in self._plugins:
+            load_plugin(file)
         if "schedule" in chosen:
             chosen["profile"] = ScheduleProfile.read(Path(str(chosen.pop("schedule"))))
         self.compression: Compression = make_compression(**chosen)
@@ -96,4 +100,7 @@ class PyramidKVLM(HFLM):  # type: ignore[misc]
 
     def get_model_info(self) -> dict[str, Any]:
         """Return what the harness notes about the model in its results, and the compression."""
-        return {**super().get_model_info(), "compression": self.compression.parameters()}
+        noted: dict[str, Any] = {"compression": self.compression.parameters()}
+        if self._plugins:
+            noted["plugins"] = describe_plugins(self._plugins)
+        return {**super().get_model_info(), **noted}
