@@ -57,6 +57,8 @@ def differences(group: Mapping[str, Any], budgets: list[int]) -> str:
         for budget in budgets:
             a, b = f"{first} {budget}", f"{second} {budget}"
             turned = (b, a) in known
+            if not turned and (a, b) not in known:
+                continue  # the run has only one of them
             pair = known[b, a] if turned else known[a, b]
             low, high = pair["difference_interval"]
             value = pair["difference"]
@@ -86,7 +88,7 @@ def main() -> None:
         how = "context alone" if asked["agnostic"] else "with the question"
         print(f"# {run.name}: {how}, {len(lines)} of {asked['samples']} samples\n")
         groups = dict(summarise(lines, arms))
-        for length in sorted({line["facts"].get("length") for line in lines}):
+        for length in sorted({line["facts"].get("length") for line in lines} - {None}):
             some = [line for line in lines if line["facts"].get("length") == length]
             if asked["settings"]["benchmark"] != "longbench":
                 groups[f"{length:,} tokens"] = summarise(some, arms)["all"]
