@@ -215,28 +215,57 @@ def test_preempted_requests_go_on_as_if_they_had_not_been(serve, folder):
     assert free_blocks(llm) == before
 
 
-GUESSING = """
+OWN_PROCESS = """
 import json, sys
 sys.path.insert(0, {tests!r})
 import test_serving_vllm as here
-options = {{"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}}
-llm = here.start({folder!r}, here.BUDGET, speculative_config=options)
-answers = here.tokens(here.generate(llm, json.loads({asked!r}), 60))
-counters = {{m.name: m.value for m in llm.get_metrics() if hasattr(m, "value")}}
-print(json.dumps([answers, counters["vllm:spec_decode_num_accepted_tokens"]]))
-llm.llm_engine.engine_core.shutdown()
+
+if __name__ == "__main__":  # workers import this file, too
+    given = json.loads(sys.argv[1])
+    llm = here.start(given["folder"], here.BUDGET, **given["options"])
+    answers = here.tokens(here.generate(llm, given["asked"], given["steps"]))
+    counters = {{m.name: m.value for m in llm.get_metrics() if hasattr(m, "value")}}
+    print(json.dumps([answers, counters.get("vllm:spec_decode_num_accepted_tokens")]))
+    llm.llm_engine.engine_core.shutdown()
 """
 
 
-def test_guessed_tokens_change_nothing(folder):
+def in_own_process(tmp_path, folder, asked, steps, several=False, **options):
+    """Return what vLLM answers in a process of its own, and guessed tokens that were right."""
+    script = tmp_path / "serve.py"
+    script.write_text(OWN_PROCESS.format(tests=os.path.dirname(__file__)))
+    given = {"folder": folder, "asked": asked, "steps": steps, "options": options}
+    environment = {**os.environ, "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = str(int(several))
+    done = subprocess.run(
+        [sys.executable, script, json.dumps(given)],
+        capture_output=True,
+        text=True,
+        env=environment,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_guessed_tokens_change_nothing(folder, tmp_path):
     """In a process of its own: what vLLM loads for guessing keeps it from starting again."""
     asked = [*(ids[:40] * 5 for ids in prompts(3, [40, 40, 40])), *prompts()]
-    code = GUESSING.format(tests=os.path.dirname(__file__), folder=folder, asked=json.dumps(asked))
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
-    answers, accepted = json.loads(done.stdout.splitlines()[-1])
+    guessing = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
+    answers, accepted = in_own_process(tmp_path, folder, asked, 60, speculative_config=guessing)
     assert answers == expected(folder, asked, steps=60)
     assert accepted > 0
+
+
+def test_two_workers_that_share_each_layer_change_nothing(folder, tmp_path):
+    answers, _ = in_own_process(
+        tmp_path, folder, prompts(), 12, several=True, tensor_parallel_size=2
+    )
+    assert answers == expected(folder, prompts())
+
+
+def test_a_compiled_model_changes_nothing(folder, tmp_path):
+    answers, _ = in_own_process(tmp_path, folder, prompts(), 12, enforce_eager=False)
+    assert answers == expected(folder, prompts())
 
 
 def test_blocks_are_freed_as_soon_as_the_prompt_is_complete(serve):
