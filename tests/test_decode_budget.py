@@ -15,7 +15,7 @@ from pyramidkv.errors import CacheStateError
 from pyramidkv.method_options import MethodError
 from pyramidkv.methods import METHODS
 
-ABLE = [name for name, method in METHODS.items() if "decode budget" in method.supports]
+ABLE = [name for name, method in METHODS.items() if method.can("decode budget")]
 
 
 def decoding(name, budget=20, decode_budget=24, interval=5, **options):

@@ -16,7 +16,7 @@ from pyramidkv.errors import CacheStateError, PromptError
 from pyramidkv.method_options import MethodError
 from pyramidkv.methods import METHODS
 
-IN_PIECES = [name for name, method in METHODS.items() if "prefill chunks" in method.supports]
+IN_PIECES = [name for name, method in METHODS.items() if method.can("prefill chunks")]
 
 
 def feed(model, cache, ids, mask, sizes, watch=None):

@@ -56,6 +56,14 @@ def test_what_evicts_nothing_has_no_use_for_budgets_whatever_it_supports():
         Compression(METHODS["mine"], decode_budget=64)
 
 
+def test_what_renumbers_does_so_once_whatever_it_supports():
+    register_method(replace(MINE, renumber=True))
+    with pytest.raises(MethodError, match="mine does not support a decode budget"):
+        make_compression("mine", 64, decode_budget=64)
+    with pytest.raises(MethodError, match="mine does not support budgets by the entropy"):
+        make_compression("mine", 64, allocation="entropy")
+
+
 @pytest.mark.parametrize("name", ["my-method", "m2", "2d", "top_k", "v1.5"])
 def test_names_the_command_line_can_read_are_taken(name):
     assert register_method(replace(MINE, name=name)).name == name

@@ -131,6 +131,7 @@ class _Branches:
         self, model: PreTrainedModel, group: Sequence[Compression], layers: int, tokens: int
     ):
         self._group = group
+        self._scores = [compression.method.build_score() for compression in group]
         self._schedules = [compression.schedule(layers, tokens) for compression in group]
         self._frequencies = [
             key_frequencies(model) if compression.method.renumber else None for compression in group
@@ -151,7 +152,7 @@ class _Branches:
             )
             positions = []
             for row, (compression, count) in enumerate(zip(self._group, counts, strict=True)):
-                indices = _choose(compression, count, states)
+                indices = _choose(compression, self._scores[row], count, states)
                 keys = take_tokens(states.keys, indices)
                 frequencies = self._frequencies[row]
                 if frequencies is not None:
@@ -170,11 +171,10 @@ class _Branches:
         return cache
 
 
-def _choose(compression: Compression, count: int, states: _States) -> Tensor:
+def _choose(compression: Compression, score: Score | None, count: int, states: _States) -> Tensor:
     """Return what a compression keeps of a layer, int64 `[1, kv_heads, count]`, ascending."""
     keys, options = states.keys, compression.method.options
-    score = None if count == keys.shape[2] else compression.method.build_score()
-    if score is None:
+    if score is None or count == keys.shape[2]:
         return torch.arange(count, device=keys.device).expand(*keys.shape[:2], -1)
     scores = states.scores(score)
     return select(scores, count, options.sink_tokens, options.window_size, options.make_pooling())

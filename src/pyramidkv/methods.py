@@ -115,8 +115,14 @@ class Method:
         return "window_reduce" in self.settable
 
     def can(self, capability: Capability) -> bool:
-        """Say whether it supports something; what evicts nothing can take a prompt in pieces."""
-        return capability in self.supports and (self.evicts or capability == "prefill chunks")
+        """Say whether it supports something.
+
+        What evicts nothing can take a prompt in pieces. What renumbers can do nothing of all this:
+        turning the same keys again and again would add up errors.
+        """
+        if self.renumber or capability not in self.supports:
+            return False
+        return self.evicts or capability == "prefill chunks"
 
     def require(self, capability: Capability) -> None:
         """Refuse what this method cannot do.
@@ -238,7 +244,6 @@ METHODS: dict[str, Method] = {
             Options(window_size=0, kernel_size=1),
             SHARED_OPTIONS | ALLOCATION_OPTIONS,
             renumber=True,
-            supports=frozenset(),  # turning the same keys again and again would add up errors
         ),
         Method(
             "h2o",
