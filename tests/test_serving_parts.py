@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,9 +13,16 @@ from hypothesis import strategies as st
 
 from pyramidkv.budgets import BudgetError
 from pyramidkv.method_options import MethodError
+from pyramidkv.vllm.checks import check_config, check_hook, check_scheduler
 from pyramidkv.vllm.chunks import end_chunk
 from pyramidkv.vllm.compaction import Rows, TransposedKeys, pair_slots
-from pyramidkv.vllm.settings import ServingError, read_settings
+from pyramidkv.vllm.settings import (
+    SCHEDULER,
+    WORKERS,
+    ServingError,
+    capacity_lines,
+    read_settings,
+)
 
 SETTINGS = [
     {"budget": 64},
@@ -216,9 +224,106 @@ def _moves(kept, table, tokens, freed):
     return heads, table, source, target
 
 
+def configuration(**changes):
+    """As much of vLLM's configuration as is looked at."""
+    sections = {
+        "parallel_config": {
+            "worker_cls": WORKERS[0],
+            "decode_context_parallel_size": 1,
+            "prefill_context_parallel_size": 1,
+            "pipeline_parallel_size": 1,
+        },
+        "scheduler_config": {
+            "scheduler_cls": SCHEDULER,
+            "disable_hybrid_kv_cache_manager": False,
+            "async_scheduling": False,
+            "max_num_batched_tokens": 2048,
+            "max_num_seqs": 128,
+            "long_prefill_token_threshold": 0,
+        },
+        "cache_config": {"cache_dtype": "auto", "kv_offloading_size": None},
+        "model_config": {"use_mla": False},
+    }
+    whole = {"speculative_config": None, "kv_transfer_config": None, "use_v2_model_runner": False}
+    for name, value in changes.items():
+        section = next((key for key, known in sections.items() if name in known), None)
+        (whole if section is None else sections[section])[name] = value
+    return SimpleNamespace(**whole, **{k: SimpleNamespace(**v) for k, v in sections.items()})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"worker_cls": "auto"}, "worker and scheduler of pyramidkv need each other; give both"),
+        ({"scheduler_cls": None}, f"--scheduler-cls {SCHEDULER}, or start with pyramidkv serve"),
+        ({"decode_context_parallel_size": 2}, "cannot serve with context parallelism"),
+        ({"prefill_context_parallel_size": 2}, "cannot serve with context parallelism"),
+        ({"pipeline_parallel_size": 2}, "cannot serve with pipeline parallelism"),
+        ({"kv_transfer_config": {}}, "cannot serve with a KV connector or KV offloading"),
+        ({"kv_offloading_size": 4.0}, "cannot serve with a KV connector or KV offloading"),
+        ({"cache_dtype": "fp8_e4m3"}, r"cannot serve with a quantised KV cache \(fp8_e4m3\)"),
+        ({"use_mla": True}, "cannot serve with multi-head latent attention"),
+        ({"disable_hybrid_kv_cache_manager": True}, "a disabled hybrid KV cache manager"),
+        ({"use_v2_model_runner": True}, "Model Runner V2"),
+        ({"async_scheduling": True}, "asynchronous scheduling"),
+        (
+            {"speculative_config": SimpleNamespace(method="eagle")},
+            "cannot serve with guesses by 'e",
+        ),
+    ],
+    ids=str,
+)
+def test_configurations_that_cannot_be_served_are_refused(changes, message):
+    settings = read_settings({"budget": 64}, 12)
+    check_config(configuration(), settings)
+    with pytest.raises(ServingError, match=message) as refused:
+        check_config(configuration(**changes), settings)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_window_must_fit_into_a_step():
+    settings = read_settings({"budget": 64}, 12)
+    check_scheduler(configuration(max_num_batched_tokens=159), settings)
+    with pytest.raises(ServingError, match="is 158, but a window of 32 tokens beside 127 other"):
+        check_scheduler(configuration(max_num_batched_tokens=158), settings)
+    guessing = SimpleNamespace(method="ngram", num_speculative_tokens=3)
+    with pytest.raises(ServingError, match="takes up to 540; raise it, or lower max_num_seqs"):
+        check_scheduler(
+            configuration(max_num_batched_tokens=539, speculative_config=guessing), settings
+        )
+    with pytest.raises(ServingError, match="long_prefill_token_threshold is 31, below the window"):
+        check_scheduler(configuration(long_prefill_token_threshold=31), settings)
+
+
+def test_another_vllm_is_refused_with_its_release(monkeypatch):
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(__version__="0.99.1"))
+
+    class Owner:
+        def hook(self, request, tokens, more=None): ...
+
+    check_hook(Owner, "hook", "request", "tokens")
+    for name, parameters in (("hook", ("request", "count")), ("gone", ())):
+        with pytest.raises(ServingError, match=f"vLLM 0.99.1 is not supported: Owner.{name} is"):
+            check_hook(Owner, name, *parameters)
+
+
+def test_what_a_pool_holds_is_told_in_lines():
+    settings = read_settings({"budget": 128, "groups": 4}, 12)
+    first, *lines = capacity_lines(settings, 32, 1000, 4096)
+    assert first == "pyramidkv: pyramidkv 128 in 4 groups of layers, 1,000 blocks of 32 tokens"
+    assert len(lines) == 2
+    for line, length in zip(lines, (2048, 4096), strict=True):
+        full = 4 * length // 32
+        left = sum(settings.kept(length, 32)) // 32
+        assert line == (
+            f"pyramidkv: a prompt of {length:,} tokens: {full:,} blocks while it is processed, "
+            f"{left:,} afterwards; {1000 / full:.1f} full ones fit, {1000 / left:.1f} compressed"
+        )
+
+
 def test_these_parts_need_neither_vllm_nor_torch_for_counts():
     code = (
-        "import sys, pyramidkv.vllm.settings, pyramidkv.vllm.chunks; "
+        "import sys, pyramidkv.vllm.settings, pyramidkv.vllm.chunks, pyramidkv.vllm.checks; "
         "assert not {'torch', 'vllm', 'transformers'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -47,6 +47,8 @@ def check_config(vllm_config: Any, settings: ServingSettings) -> None:
             "worker and scheduler of pyramidkv need each other; give both --worker-cls "
             f"{WORKERS[0]} and --scheduler-cls {SCHEDULER}, or start with pyramidkv serve"
         )
+    speculative = vllm_config.speculative_config
+    guesses = None if speculative is None else speculative.method
     context = max(
         parallel.decode_context_parallel_size, getattr(parallel, "prefill_context_parallel_size", 1)
     )
@@ -60,6 +62,9 @@ def check_config(vllm_config: Any, settings: ServingSettings) -> None:
         f"a quantised KV cache ({cache.cache_dtype})": cache.cache_dtype
         not in ("auto", "float32", "bfloat16", "float16"),
         "multi-head latent attention, whose cache has no keys and values per head": model.use_mla,
+        f"guesses by {guesses!r}, whose own layers have a cache (ngram is supported)": (
+            guesses not in (None, "ngram")
+        ),
         "a disabled hybrid KV cache manager, which has one budget for all layers": (
             bool(scheduler.disable_hybrid_kv_cache_manager) and settings.groups > 1
         ),

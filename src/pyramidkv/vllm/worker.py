@@ -40,12 +40,16 @@ class CompressedCPUWorker(CPUWorker):
                 "pyramidkv cannot serve with layers that share another layer's cache; "
                 f"{len(shared)} of this model do"
             )
+        others = {type(s).__name__ for s in specs.values() if type(s) is not FullAttentionSpec}
+        if others:
+            raise ServingError(
+                "pyramidkv serves models whose layers all have full attention; this one has "
+                f"{', '.join(sorted(others))} too, which was not tried yet"
+            )
         layers = self.vllm_config.model_config.get_total_num_hidden_layers()
         per_group = layers // self._settings.groups
         return {
             name: CompressedSpec.of(spec, self._settings, _layer_number(name) // per_group)
-            if type(spec) is FullAttentionSpec
-            else spec
             for name, spec in specs.items()
         }
 
