@@ -164,11 +164,28 @@ def test_alone_and_batched_its_tokens_are_those_of_the_transformers_engine(serve
     assert free_blocks(llm) == before
 
 
-def test_with_room_for_the_prompt_it_is_stock(serve):
+def test_with_room_for_the_prompt_it_is_stock(serve, folder, tmp_path):
     asked = prompts()
-    stock = tokens(generate(serve(None), asked))
+    stock, _ = in_own_process(tmp_path, folder, asked, 12, given=None)
     assert tokens(generate(serve({"budget": 500}), asked)) == stock
     assert tokens(generate(serve({"budget": 64, "min_prompt": 500}), asked)) == stock
+
+
+AFTER_STOCK = """
+import sys
+sys.path.insert(0, {tests!r})
+import test_serving_vllm as here
+here.start({folder!r}, None)
+here.start({folder!r}, here.BUDGET)
+"""
+
+
+def test_after_stock_vllm_in_the_same_process_it_refuses(folder):
+    """vLLM remembers its choice of attention, which would free blocks without compressing."""
+    code = AFTER_STOCK.format(tests=os.path.dirname(__file__), folder=folder)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode != 0
+    assert "vLLM uses CPUAttentionBackendImpl as its attention; if it was started" in done.stderr
 
 
 @pytest.mark.parametrize("chunk", [64, 96, 256, 2048])
@@ -222,7 +239,7 @@ import test_serving_vllm as here
 
 if __name__ == "__main__":  # workers import this file, too
     given = json.loads(sys.argv[1])
-    llm = here.start(given["folder"], here.BUDGET, **given["options"])
+    llm = here.start(given["folder"], given["given"], **given["options"])
     answers = here.tokens(here.generate(llm, given["asked"], given["steps"]))
     counters = {{m.name: m.value for m in llm.get_metrics() if hasattr(m, "value")}}
     print(json.dumps([answers, counters.get("vllm:spec_decode_num_accepted_tokens")]))
@@ -230,15 +247,21 @@ if __name__ == "__main__":  # workers import this file, too
 """
 
 
-def in_own_process(tmp_path, folder, asked, steps, several=False, **options):
+def in_own_process(tmp_path, folder, asked, steps, given=BUDGET, several=False, **options):
     """Return what vLLM answers in a process of its own, and guessed tokens that were right."""
     script = tmp_path / "serve.py"
     script.write_text(OWN_PROCESS.format(tests=os.path.dirname(__file__)))
-    given = {"folder": folder, "asked": asked, "steps": steps, "options": options}
+    asked_for = {
+        "folder": folder,
+        "given": given,
+        "asked": asked,
+        "steps": steps,
+        "options": options,
+    }
     environment = {**os.environ, "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = str(int(several))
     done = subprocess.run(
-        [sys.executable, script, json.dumps(given)],
+        [sys.executable, script, json.dumps(asked_for)],
         capture_output=True,
         text=True,
         env=environment,

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from vllm.config import get_layers_from_vllm_config
+from vllm.model_executor.layers.attention import Attention
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec
 from vllm.v1.worker.cpu_worker import CPUWorker
@@ -35,6 +37,7 @@ class CompressedCPUWorker(CPUWorker):
 
     def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
         specs: dict[str, KVCacheSpec] = super().get_kv_cache_spec()
+        self._check_attention()
         if shared := getattr(self.model_runner, "shared_kv_cache_layers", None):
             raise ServingError(
                 "pyramidkv cannot serve with layers that share another layer's cache; "
@@ -52,6 +55,17 @@ class CompressedCPUWorker(CPUWorker):
             name: CompressedSpec.of(spec, self._settings, _layer_number(name) // per_group)
             for name, spec in specs.items()
         }
+
+    def _check_attention(self) -> None:
+        """Refuse attention that would not compress: blocks would be freed all the same."""
+        layers = get_layers_from_vllm_config(self.vllm_config, Attention)
+        others = {type(layer.impl).__name__ for layer in layers.values()} - {"CompressedCPUImpl"}
+        if others:
+            raise ServingError(
+                f"vLLM uses {', '.join(sorted(others))} as its attention; if it was started "
+                "without pyramidkv in this process before, it goes on with what it chose then: use "
+                "another process"
+            )
 
 
 def _layer_number(name: str) -> int:
