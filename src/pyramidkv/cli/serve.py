@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import sys
 from importlib.util import find_spec
 from typing import Annotated, Any
@@ -53,7 +54,7 @@ def serve(
     for line in _plan(settings):
         typer.echo(line, err=True)
     if dry_run:
-        typer.echo(" ".join(_quoted(part) for part in ["python", "-m", *arguments]))
+        typer.echo(shlex.join(["python", "-m", *arguments]))
         return
     if find_spec("vllm") is None:
         raise ServingError("vLLM is not installed; pip install 'pyramidkv[vllm]'")
@@ -89,7 +90,3 @@ def _plan(settings: ServingSettings) -> list[str]:
     budgets = settings.compression.schedule(settings.groups, 10**6)
     shares = ", ".join(f"{budget:,}" for budget in budgets)
     return [f"groups of layers, lowest first, keep {shares} tokens of a long prompt"]
-
-
-def _quoted(part: str) -> str:
-    return part if part.replace("-", "").replace(".", "").isalnum() else f"'{part}'"

@@ -7,6 +7,7 @@ from typing import Any
 
 from vllm.config import get_layers_from_vllm_config
 from vllm.model_executor.layers.attention import Attention
+from vllm.platforms import current_platform
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec
 from vllm.v1.worker.cpu_worker import CPUWorker
@@ -27,6 +28,10 @@ class CompressedCPUWorker(CPUWorker):
     """Replaces the specification of each full-attention layer by one with its group's budget."""
 
     def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any):
+        if not current_platform.is_cpu():
+            raise ServingError(
+                f"pyramidkv serves on CPUs only so far; vLLM found {current_platform.device_name}"
+            )
         self._settings = settings_of(vllm_config)  # refuses before anything is loaded
         check_config(vllm_config, self._settings)
         super().__init__(vllm_config, *args, **kwargs)
