@@ -12,7 +12,7 @@ from typing import Any
 
 from pyramidkv.compression import without_amount
 from pyramidkv.evaluation.folders import read_lines, read_settings
-from pyramidkv.evaluation.summary import FULL, summarise
+from pyramidkv.evaluation.summary import FULL, differences_of, summarise
 
 PAIRS = (("pyramidkv", "snapkv"), ("pyramidkv-paper", "snapkv-paper"), ("snapkv", "snapkv-paper"))
 
@@ -33,38 +33,29 @@ def table(corner: str, columns: list[str], rows: Mapping[str, list[str]]) -> str
 def scores(group: Mapping[str, Any], arms: Mapping[str, Any], budgets: list[int]) -> str:
     """Return scores by method and budget."""
     described = group["arms"]
-    rows: dict[str, list[str]] = {}
-    for name, parameters in arms.items():
-        told = percent(described[name]["score"], described[name]["interval"])
-        if name != FULL:
-            rows.setdefault(f"`{without_amount(name, parameters)}`", []).append(told)
     full = described[FULL]
-    footprints = {b: [] for b in budgets}
+    rows: dict[str, list[str]] = {}
+    footprints: dict[int, list[float]] = {budget: [] for budget in budgets}
     for name, parameters in arms.items():
-        if name != FULL:
-            footprints[parameters["budget"]].append(100 * described[name]["footprint"])
-    shares = [f"{sum(f) / len(f):.1f}%" for f in footprints.values()]
-    rows["KV footprint"] = shares
+        if name == FULL:
+            continue
+        told = percent(described[name]["score"], described[name]["interval"])
+        rows.setdefault(f"`{without_amount(name, parameters)}`", []).append(told)
+        footprints[parameters["budget"]].append(100 * described[name]["footprint"])
+    rows["KV footprint"] = [f"{sum(f) / len(f):.1f}%" for f in footprints.values()]
     title = f"full: {percent(full['score'], full['interval'])}"
     return table(title, [str(budget) for budget in budgets], rows)
 
 
 def differences(group: Mapping[str, Any], budgets: list[int]) -> str:
     """Return paired differences of some methods by budget, in points."""
-    known = {(pair["first"], pair["second"]): pair for pair in group["pairs"]}
     rows: dict[str, list[str]] = {}
     for first, second in PAIRS:
         for budget in budgets:
-            a, b = f"{first} {budget}", f"{second} {budget}"
-            turned = (b, a) in known
-            if not turned and (a, b) not in known:
-                continue  # the run has only one of them
-            pair = known[b, a] if turned else known[a, b]
-            low, high = pair["difference_interval"]
-            value = pair["difference"]
-            if turned:
-                value, low, high = -value, -high, -low
-            rows.setdefault(f"`{first}` - `{second}`", []).append(percent(value, (low, high), "+"))
+            found = differences_of(group, f"{first} {budget}").get(f"{second} {budget}")
+            if found is not None:  # else the run has only one of them
+                told = percent(found["difference"], found["interval"], "+")
+                rows.setdefault(f"`{first}` - `{second}`", []).append(told)
     return table("points", [str(budget) for budget in budgets], rows)
 
 

@@ -329,12 +329,8 @@ def _against(described: dict[str, Any]) -> str:
 
 def _against_best(group: dict[str, Any], arm: str) -> str:
     """Return the difference to the best method of the same budget, if that is another one."""
-    rivals: dict[str, dict[str, Any]] = {}
-    for pair in group["pairs"]:
-        low, high = pair["difference_interval"]
-        if pair["first"] == arm:
-            rivals[pair["second"]] = {"difference": pair["difference"], "interval": (low, high)}
-        elif pair["second"] == arm:
-            rivals[pair["first"]] = {"difference": -pair["difference"], "interval": (-high, -low)}
+    from ..evaluation.summary import differences_of
+
+    rivals = differences_of(group, arm)
     best = max([arm, *rivals], key=lambda name: group["arms"][name]["score"])
     return "-" if best == arm else _percent(rivals[best], "difference", "interval", "+")

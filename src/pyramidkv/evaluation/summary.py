@@ -130,6 +130,26 @@ def _pairs(
     return result
 
 
+def differences_of(group: Mapping[str, Any], arm: str) -> dict[str, dict[str, Any]]:
+    """Return how an arm differs from each it was paired with: the other arm's pairs turned round.
+
+    Args:
+        group: of a summary.
+        arm: whose differences are wanted.
+
+    Returns:
+        by the other arm's name, `difference` and `interval`; positive where `arm` is better.
+    """
+    result: dict[str, dict[str, Any]] = {}
+    for pair in group["pairs"]:
+        value, (low, high) = pair["difference"], pair["difference_interval"]
+        if pair["first"] == arm:
+            result[pair["second"]] = {"difference": value, "interval": (low, high)}
+        elif pair["second"] == arm:
+            result[pair["first"]] = {"difference": -value, "interval": (-high, -low)}
+    return result
+
+
 def _critical(
     described: Mapping[str, Mapping[str, Any]], arms: Mapping[str, Mapping[str, Any]]
 ) -> dict[str, float | None]:
