@@ -21,7 +21,6 @@ from .compression import GROWTH_ROWS
 from .errors import CacheStateError
 from .plan import CachePlan
 from .rotary import move_keys
-from .selection import select
 from .storage import RowStorage, for_later_passes, right_aligned
 from .votes import Votes
 
@@ -345,10 +344,7 @@ class CompressedLayer(CacheLayerMixin):
         """
         if target == keepable:
             return torch.arange(target, device=keys.device).expand(*keys.shape[:2], -1)
-        options = self._plan.compression.method.options
-        assert self._plan.pooling is not None
-        scores = score()[..., :keepable]
-        return select(scores, target, options.sink_tokens, options.window_size, self._plan.pooling)
+        return self._plan.compression.method.options.select(score()[..., :keepable], target)
 
     def _candidate_positions(self, at: slice, keys: Tensor, count: int) -> Tensor:
         """Return where some rows' candidates `keys` stand, int32 `[rows, kv_heads, count]`."""

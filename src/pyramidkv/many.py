@@ -24,7 +24,6 @@ from .method_options import MethodError
 from .model_shape import layers_to_compress
 from .rotary import key_frequencies, move_keys
 from .scores import Score
-from .selection import select
 from .storage import RowStorage
 from .support import check_model, full_attention_layers
 
@@ -173,8 +172,7 @@ class _Branches:
 
 def _choose(compression: Compression, score: Score | None, count: int, states: _States) -> Tensor:
     """Return what a compression keeps of a layer, int64 `[1, kv_heads, count]`, ascending."""
-    keys, options = states.keys, compression.method.options
+    keys = states.keys
     if score is None or count == keys.shape[2]:
         return torch.arange(count, device=keys.device).expand(*keys.shape[:2], -1)
-    scores = states.scores(score)
-    return select(scores, count, options.sink_tokens, options.window_size, options.make_pooling())
+    return compression.method.options.select(states.scores(score), count)

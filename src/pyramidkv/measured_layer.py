@@ -14,7 +14,6 @@ from .compression import GROWTH_ROWS
 from .entropy import effective_context
 from .layer import CompressedLayer, last_tokens, take_tokens
 from .plan import CachePlan
-from .selection import order
 from .storage import RowStorage
 
 SLACK = 1.125
@@ -68,10 +67,7 @@ class MeasuredLayer(CompressedLayer):
     def _choose(
         self, keys: Tensor, keepable: int, target: int, score: Callable[[], Tensor]
     ) -> Tensor:
-        options, pooling = self._plan.compression.method.options, self._plan.pooling
-        assert pooling is not None
-        scores = score()[..., :keepable]
-        best = order(scores, options.sink_tokens, options.window_size, pooling)
+        best = self._plan.compression.method.options.order(score()[..., :keepable])
         indices = best[..., :target].sort(dim=-1).values
         every = torch.arange(keepable, device=best.device).expand_as(best)
         ranks = torch.empty_like(best).scatter_(-1, best, every)

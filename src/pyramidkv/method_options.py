@@ -18,6 +18,8 @@ from .errors import PyramidKVError
 from .schedule_profile import ScheduleProfile
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from .selection import Pooling
 
 AllocationName = Literal["uniform", "pyramid", "power", "entropy", "list", "official"]
@@ -168,3 +170,15 @@ class Options:
         from .selection import Pooling
 
         return Pooling(self.pooling, self.kernel_size)
+
+    def select(self, scores: Tensor, count: int) -> Tensor:
+        """Return which `count` tokens stay by these options, see `selection.select`."""
+        from .selection import select
+
+        return select(scores, count, self.sink_tokens, self.window_size, self.make_pooling())
+
+    def order(self, scores: Tensor) -> Tensor:
+        """Return all tokens by these options, best first, see `selection.order`."""
+        from .selection import order
+
+        return order(scores, self.sink_tokens, self.window_size, self.make_pooling())

@@ -17,7 +17,6 @@ from .compression import Compression
 from .errors import CacheStateError, PromptError
 from .memory import FreedMemory
 from .scores import AccumulatingScore, Score
-from .selection import Pooling
 
 PENDING_QUERIES = 64
 """Queries that wait, at most, before they are added to accumulated scores while decoding."""
@@ -78,7 +77,6 @@ class CachePlan:
     on_layer: Callable[[int, int], None] | None = None
     only_full: bool = True  # whether the model has no layers of another kind
     score: Score | None = None
-    pooling: Pooling | None = None
     observe: Observer | None = None
     frequencies: Tensor | None = None  # of the rotary embedding; None: positions stay
     lengths: list[int] = field(default_factory=list)
@@ -103,10 +101,7 @@ class CachePlan:
     accumulates: bool = field(init=False)
 
     def __post_init__(self) -> None:
-        method = self.compression.method
-        self.score = method.build_score()
-        if self.score is not None:
-            self.pooling = method.options.make_pooling()
+        self.score = self.compression.method.build_score()
         self.accumulates = isinstance(self.score, AccumulatingScore)
 
     @property

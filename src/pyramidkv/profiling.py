@@ -21,7 +21,6 @@ from .methods import METHODS
 from .model_shape import shape_fingerprint
 from .prompts import check_text, check_tokenizer, context_length
 from .schedule_profile import ScheduleProfile
-from .selection import order
 from .support import check_model, full_attention_layers
 
 BUDGETS = (64, 128, 256, 512, 1024)
@@ -217,9 +216,7 @@ def attention_kept(received: Tensor, options: Options) -> Tensor:
         options: sinks, window, pooling, and how the heads of a group are combined.
     """
     combined = received.amax(1) if options.group_reduce == "max" else received.mean(1)
-    best = order(
-        combined.float()[None], options.sink_tokens, options.window_size, options.make_pooling()
-    )[0]
+    best = options.order(combined.float()[None])[0]
     sorted_mass = received.gather(-1, best[:, None].expand_as(received))
     curve = sorted_mass.cumsum(-1).mean((0, 1))
     return torch.cat([curve.new_zeros(1), curve])
