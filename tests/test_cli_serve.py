@@ -23,7 +23,7 @@ def test_the_command_has_our_classes_our_settings_and_what_is_vllms(model_folder
         *("--port", "8123", "--max-model-len", "512", "--no-enable-prefix-caching"),
     )
     given = arguments(done)
-    assert given[:3] == ["python", "-m", "vllm.entrypoints.openai.api_server"]
+    assert given[:3] == ["python", "-m", "pyramidkv.vllm.server"]
     pairs = dict(pairwise(given))
     assert pairs["--model"] == str(model_folder)
     assert pairs["--worker-cls"] == "pyramidkv.vllm.worker.CompressedCPUWorker"

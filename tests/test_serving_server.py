@@ -15,7 +15,17 @@ from importlib.util import find_spec
 
 import pytest
 from conftest import tiny_tokenizer
-from test_serving_vllm import BUDGET, LENGTHS, expected, folder, prompts  # noqa: F401
+from test_serving_vllm import (  # noqa: F401
+    BLOCK,
+    BUDGET,
+    LAYERS,
+    LENGTHS,
+    expected,
+    folder,
+    prompts,
+)
+
+from pyramidkv.vllm.settings import read_settings
 
 if find_spec("vllm") is None:
     pytest.skip("needs vLLM (make test-vllm)", allow_module_level=True)
@@ -106,3 +116,27 @@ def test_a_chat_and_a_prompt_that_is_too_long(server):
         ask(address, "/v1/completions", prompt=[5] * 700, max_tokens=5)
     assert refused.value.code == 400
     assert "640" in json.load(refused.value)["error"]["message"]
+
+
+def counts(address):
+    """The plugin's counters, as vLLM's metrics page has them."""
+    with urllib.request.urlopen(f"{address}/metrics", timeout=10) as response:
+        lines = response.read().decode().splitlines()
+    assert any(line.startswith("vllm:num_requests_running") for line in lines)
+    own = (line.split() for line in lines if line.startswith("pyramidkv:"))
+    return {name.removeprefix("pyramidkv:"): float(value) for name, value in own}
+
+
+def test_the_metrics_page_tells_what_was_kept_and_freed(server):
+    address, _ = server
+    before = counts(address)
+    asked = prompts(60)
+    ask(address, "/v1/completions", prompt=asked, max_tokens=3, temperature=0, ignore_eos=True)
+    grown = {name: value - before.get(name, 0.0) for name, value in counts(address).items()}
+    settings = read_settings(BUDGET, LAYERS)
+    kept = [settings.kept(len(ids), BLOCK) for ids in asked]
+    freed = sum(settings.freed_blocks(len(ids), BLOCK) for ids in asked)
+    assert grown["prompt_tokens_total"] == sum(map(len, asked))
+    assert grown["kept_prompt_tokens_total"] == sum(sum(one) / len(one) for one in kept)
+    assert grown["freed_blocks_total"] == freed > 0
+    assert 0 < grown["compaction_seconds_total"] < 60

@@ -172,20 +172,41 @@ def test_with_room_for_the_prompt_it_is_stock(serve, folder, tmp_path):
 
 
 AFTER_STOCK = """
-import sys
+import json, sys
 sys.path.insert(0, {tests!r})
 import test_serving_vllm as here
-here.start({folder!r}, None)
-here.start({folder!r}, here.BUDGET)
+stock = here.start({folder!r}, None)
+stock.llm_engine.engine_core.shutdown()
+llm = here.start({folder!r}, here.BUDGET)
+print(json.dumps(here.tokens(here.generate(llm, here.prompts()))))
 """
 
 
-def test_after_stock_vllm_in_the_same_process_it_refuses(folder):
-    """vLLM remembers its choice of attention, which would free blocks without compressing."""
+def after_stock(folder, **environment):
     code = AFTER_STOCK.format(tests=os.path.dirname(__file__), folder=folder)
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    return subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=os.environ | environment
+    )
+
+
+def test_it_can_follow_stock_vllm_in_one_process(folder):
+    """vLLM remembers its choice of attention: ours, which did nothing for the first."""
+    done = after_stock(folder)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert json.loads(done.stdout.splitlines()[-1]) == expected(folder, prompts())
+
+
+def test_after_stock_vllm_without_plugins_it_refuses(folder):
+    """Or blocks would be freed without compressing."""
+    done = after_stock(folder, VLLM_PLUGINS="")
     assert done.returncode != 0
     assert "vLLM uses CPUAttentionBackendImpl as its attention; if it was started" in done.stderr
+
+
+def test_settings_without_our_worker_are_refused(folder):
+    """Or the cache would stay whole without a word."""
+    with pytest.raises(ServingError, match="worker and scheduler of pyramidkv need each other"):
+        start(folder, None, additional_config={KEY: BUDGET})
 
 
 @pytest.mark.parametrize("chunk", [64, 96, 256, 2048])

@@ -22,7 +22,7 @@ from ..vllm.settings import (
 )
 from . import options
 
-MODULE = "vllm.entrypoints.openai.api_server"
+MODULE = "pyramidkv.vllm.server"
 _OURS = ("--worker-cls", "--scheduler-cls")
 
 

@@ -16,12 +16,12 @@ from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionMetadataBuilder,
 )
 
-from ..selection import select
 from . import running
 from .blocks import CompressedSpec
-from .checks import check_hook
+from .checks import check_config, check_hook, settings_of
 from .compaction import TransposedKeys, pair_slots
-from .settings import ServingError, ServingSettings
+from .metrics import counting_seconds
+from .settings import KEY, ServingError, ServingSettings
 
 check_hook(CPUAttentionMetadataBuilder, "build", "common_prefix_len", "common_attn_metadata")
 check_hook(
@@ -64,6 +64,10 @@ class CompressedCPUBuilder(CPUAttentionMetadataBuilder):
 
     def __init__(self, kv_cache_spec: Any, *args: Any, **kwargs: Any):
         super().__init__(kv_cache_spec, *args, **kwargs)
+        if isinstance(self.vllm_config.additional_config, dict) and (
+            KEY in self.vllm_config.additional_config
+        ):
+            check_config(self.vllm_config, settings_of(self.vllm_config))
         if isinstance(kv_cache_spec, CompressedSpec) and self.isa not in LAYOUTS:
             raise ServingError(
                 f"vLLM packs its CPU cache as {self.isa!r} here, which cannot be compressed yet; "
@@ -138,7 +142,8 @@ class CompressedCPUImpl(CPUAttentionBackendImpl):
         )
         if isinstance(attn_metadata, CompressedMetadata):
             for prompt in attn_metadata.ending:
-                self._compress(query, kv_cache, attn_metadata, prompt)
+                with counting_seconds():
+                    self._compress(query, kv_cache, attn_metadata, prompt)
         return result
 
     def _compress(
@@ -147,7 +152,7 @@ class CompressedCPUImpl(CPUAttentionBackendImpl):
         settings = metadata.settings
         assert settings is not None
         method = settings.compression.method
-        score, options = method.build_score(), method.options
+        score = method.build_score()
         assert score is not None
         blocks, heads, size, _ = kv_cache.shape
         cache = TransposedKeys(*kv_cache.view(blocks, heads, 2 * size, -1).chunk(2, dim=2))
@@ -158,13 +163,7 @@ class CompressedCPUImpl(CPUAttentionBackendImpl):
         softcap = self.logits_soft_cap or None
         scores = score(queries, keys, values, None, self.scale, softcap)
         freed = prompt.skipped * size
-        kept = select(
-            scores,
-            prompt.tokens - freed,
-            options.sink_tokens,
-            options.window_size,
-            options.make_pooling(),
-        )
+        kept = method.options.select(scores, prompt.tokens - freed)
         heads_of, source, target = pair_slots(kept[0], prompt.tokens, freed)
         cache.move(heads_of, own, source, target)
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from vllm.logger import init_logger
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request
 
 from .checks import check_config, check_hook, check_scheduler, settings_of
 from .chunks import end_chunk
+from .metrics import count_prompt
 from .settings import capacity_lines
 
 logger = init_logger("vllm.pyramidkv")
@@ -18,6 +20,7 @@ check_hook(
     Scheduler, "_reserve_prefill_lookahead", "request", "num_computed_tokens", "num_new_tokens"
 )
 check_hook(Scheduler, "_preempt_request", "request")
+check_hook(Scheduler, "_update_after_schedule", "scheduler_output")
 
 
 class CompressedScheduler(Scheduler):
@@ -34,8 +37,7 @@ class CompressedScheduler(Scheduler):
             logger.info("%s", line)
 
     def _evicts(self, request: Request) -> bool:
-        kept = self._settings.kept(request.num_prompt_tokens, self.block_size)
-        return bool(min(kept) < request.num_prompt_tokens)
+        return self._settings.freed_blocks(request.num_prompt_tokens, self.block_size) > 0
 
     def _reserve_prefill_lookahead(
         self, request: Request, num_computed_tokens: int, num_new_tokens: int
@@ -45,6 +47,15 @@ class CompressedScheduler(Scheduler):
             return new
         prompt, window = request.num_prompt_tokens, self._settings.window
         return end_chunk(num_computed_tokens, new, prompt, window)
+
+    def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
+        super()._update_after_schedule(scheduler_output)
+        for request_id, new in scheduler_output.num_scheduled_tokens.items():
+            request = self.requests[request_id]
+            prompt = request.num_prompt_tokens
+            if request.num_computed_tokens - new < prompt <= request.num_computed_tokens:
+                kept = self._settings.kept(prompt, self.block_size)
+                count_prompt(prompt, kept, self._settings.freed_blocks(prompt, self.block_size))
 
     def _preempt_request(self, request: Request, *args: Any, **kwargs: Any) -> None:
         super()._preempt_request(request, *args, **kwargs)

@@ -6,9 +6,8 @@ nothing has to be sent between them. No torch, no vLLM.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from ..compression import Compression, make_compression
@@ -21,6 +20,9 @@ KEY = "pyramidkv"
 WORKERS = ("pyramidkv.vllm.worker.CompressedCPUWorker",)
 SCHEDULER = "pyramidkv.vllm.scheduling.CompressedScheduler"
 """What vLLM is to be started with, as `--worker-cls` and `--scheduler-cls`."""
+
+_REMEMBERED = 65536
+"""Lengths of prompts whose blocks are looked up instead of reckoned."""
 
 
 class ServingError(PyramidKVError):
@@ -40,6 +42,9 @@ class ServingSettings:
     compression: Compression
     groups: int
     min_prompt: int = 0
+    _freed: dict[tuple[int, int], tuple[int, ...]] = field(
+        default_factory=dict, init=False, compare=False, repr=False
+    )
 
     @property
     def window(self) -> int:
@@ -52,11 +57,15 @@ class ServingSettings:
         The group keeps `prompt - blocks * block_size` tokens: its budget, and up to
         `block_size - 1` more, since only whole blocks can be freed.
         """
-        return _skipped(self, prompt, block_size)[group]
+        return self._freed_blocks(prompt, block_size)[group]
+
+    def freed_blocks(self, prompt: int, block_size: int) -> int:
+        """Return how many blocks of a prompt all groups free together."""
+        return sum(self._freed_blocks(prompt, block_size))
 
     def kept(self, prompt: int, block_size: int) -> list[int]:
         """Return the tokens that each group keeps of a prompt."""
-        return [prompt - blocks * block_size for blocks in _skipped(self, prompt, block_size)]
+        return [prompt - blocks * block_size for blocks in self._freed_blocks(prompt, block_size)]
 
     def largest_hit(self, group: int, hashed: int, block_size: int) -> int | None:
         """Return the longest prefix that may be taken from blocks computed earlier, in tokens.
@@ -77,13 +86,20 @@ class ServingSettings:
             return None
         return self.skipped_blocks(group, hashed, block_size) * block_size
 
+    def _freed_blocks(self, prompt: int, block_size: int) -> tuple[int, ...]:
+        """Return what each group frees; looked up, since every step asks for every request."""
+        found = self._freed.get((prompt, block_size))
+        if found is None:
+            if len(self._freed) >= _REMEMBERED:
+                self._freed.clear()
+            found = self._freed[prompt, block_size] = self._free(prompt, block_size)
+        return found
 
-@functools.lru_cache(maxsize=4096)
-def _skipped(settings: ServingSettings, prompt: int, block_size: int) -> tuple[int, ...]:
-    if prompt < settings.min_prompt:
-        return (0,) * settings.groups
-    budgets = settings.compression.schedule(settings.groups, prompt)
-    return tuple(max(0, prompt - budget) // block_size for budget in budgets)
+    def _free(self, prompt: int, block_size: int) -> tuple[int, ...]:
+        if prompt < self.min_prompt:
+            return (0,) * self.groups
+        budgets = self.compression.schedule(self.groups, prompt)
+        return tuple(max(0, prompt - budget) // block_size for budget in budgets)
 
 
 def read_settings(given: Mapping[str, Any], layers: int) -> ServingSettings:
@@ -168,7 +184,7 @@ def capacity_lines(
     lengths = sorted({length for length in (2048, 8192, 32768) if length < longest} | {longest})
     for length in lengths:
         full = groups * -(-length // block_size)
-        freed = sum(settings.skipped_blocks(group, length, block_size) for group in range(groups))
+        freed = settings.freed_blocks(length, block_size)
         lines.append(
             f"pyramidkv: a prompt of {length:,} tokens: {full:,} blocks while it is processed, "
             f"{full - freed:,} afterwards; {blocks / full:.1f} full ones fit, "
