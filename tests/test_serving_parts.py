@@ -197,14 +197,15 @@ def test_the_last_blocks_hold_exactly_what_is_kept(layout, data):
     fill(cache, layout, table, keys, values)
     others = [block for block in range(20) if block not in table.tolist()]
     before = [cache.keys[others].clone(), cache.values[others].clone()]
-    stored = cache.gather(table, tokens)
+    stored = cache.gather_keys(table, tokens), cache.gather_values(table, tokens)
     assert torch.equal(stored[0][0], keys)
     assert torch.equal(stored[1][0], values)
     kept = torch.stack(
         [torch.randperm(tokens)[: tokens - freed].sort().values for _ in range(heads)]
     )
     cache.move(*_moves(kept, table, tokens, freed))
-    left = cache.gather(table[skipped:], tokens - freed)
+    rest = table[skipped:], tokens - freed
+    left = cache.gather_keys(*rest), cache.gather_values(*rest)
     for head in range(heads):
         for got, all_ in zip(left, (keys, values), strict=True):
             wanted = all_[head, kept[head]]

@@ -22,8 +22,12 @@ class BlockedCache(Protocol):
         """Tokens of a block."""
         ...
 
-    def gather(self, blocks: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
-        """Return keys and values `[1, kv_heads, tokens, head_dim]` of a sequence's first tokens."""
+    def gather_keys(self, blocks: Tensor, tokens: int) -> Tensor:
+        """Return the keys `[1, kv_heads, tokens, head_dim]` of a sequence's first tokens."""
+        ...
+
+    def gather_values(self, blocks: Tensor, tokens: int) -> Tensor:
+        """Return their values, of the same shape."""
         ...
 
     def move(self, heads: Tensor, blocks: Tensor, source: Tensor, target: Tensor) -> None:
@@ -77,10 +81,13 @@ class TransposedKeys:
             self.keys.storage_offset(),
         )
 
-    def gather(self, blocks: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
-        keys = self._columns[blocks].permute(1, 0, 3, 2).flatten(1, 2)
-        values = self.values[blocks].transpose(0, 1).flatten(1, 2)
-        return keys[None, :, :tokens], values[None, :, :tokens]
+    def gather_keys(self, blocks: Tensor, tokens: int) -> Tensor:
+        # As columns, which is how they lie and how logits are computed: whole runs are copied.
+        columns = self._columns[blocks].permute(1, 2, 0, 3).flatten(2)
+        return columns[None, :, :, :tokens].transpose(2, 3)
+
+    def gather_values(self, blocks: Tensor, tokens: int) -> Tensor:
+        return self.values[blocks].transpose(0, 1).flatten(1, 2)[None, :, :tokens]
 
     def move(self, heads: Tensor, blocks: Tensor, source: Tensor, target: Tensor) -> None:
         size, columns = self.block_size, self._columns
@@ -104,12 +111,11 @@ class Rows:
     def block_size(self) -> int:
         return self.keys.shape[1]
 
-    def gather(self, blocks: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
-        keys, values = (
-            cache[blocks].flatten(0, 1)[:tokens].transpose(0, 1)[None]
-            for cache in (self.keys, self.values)
-        )
-        return keys, values
+    def gather_keys(self, blocks: Tensor, tokens: int) -> Tensor:
+        return self.keys[blocks].flatten(0, 1)[:tokens].transpose(0, 1)[None]
+
+    def gather_values(self, blocks: Tensor, tokens: int) -> Tensor:
+        return self.values[blocks].flatten(0, 1)[:tokens].transpose(0, 1)[None]
 
     def move(self, heads: Tensor, blocks: Tensor, source: Tensor, target: Tensor) -> None:
         size = self.block_size

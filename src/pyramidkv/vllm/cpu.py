@@ -157,7 +157,9 @@ class CompressedCPUImpl(CPUAttentionBackendImpl):
         blocks, heads, size, _ = kv_cache.shape
         cache = TransposedKeys(*kv_cache.view(blocks, heads, 2 * size, -1).chunk(2, dim=2))
         own = metadata.block_table[prompt.row, : -(-prompt.tokens // size)].long()
-        keys, values = cache.gather(own, prompt.tokens)
+        keys = values = cache.gather_keys(own, prompt.tokens)
+        if method.options.value_norm:  # the only thing that reads them
+            values = cache.gather_values(own, prompt.tokens)
         voters = query[prompt.end - score.query_count(prompt.tokens) : prompt.end]
         queries = voters.view(len(voters), self.num_heads, self.head_size).transpose(0, 1)[None]
         softcap = self.logits_soft_cap or None
