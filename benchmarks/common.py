@@ -64,10 +64,12 @@ def spread(values: list[float]) -> str:
     return f"{middle} ms ({low} to {high})"
 
 
-def report(arguments: argparse.Namespace, figures: dict[str, Any]) -> None:
-    """Print the figures' circumstances, and keep them if asked."""
+def report(
+    arguments: argparse.Namespace, figures: dict[str, Any], versions: dict[str, str] | None = None
+) -> None:
+    """Print the figures' circumstances, further versions included, and keep them if asked."""
     circumstances = {
-        "versions": measure.versions(),
+        "versions": measure.versions() | (versions or {}),
         "machine": measure.machine(torch.device(_device(arguments))),
         "arguments": {k: str(v) for k, v in vars(arguments).items() if k != "output"},
     }
