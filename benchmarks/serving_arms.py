@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import random
 import tempfile
@@ -43,15 +44,16 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     return result
 
 
-def shape_of(arguments: argparse.Namespace) -> ModelShape:
-    """Return the model's shape."""
-    return find_model(arguments.model).shape
+@functools.cache
+def shape_of(model: str) -> ModelShape:
+    """Return a model's shape."""
+    return find_model(model).shape
 
 
 def settings_of(arguments: argparse.Namespace) -> ServingSettings:
     """Return the plugin's settings."""
     given = {name: getattr(arguments, name) for name in ("method", "budget", "groups")}
-    return read_settings(given, len(shape_of(arguments).layers))
+    return read_settings(given, len(shape_of(arguments.model).layers))
 
 
 @contextmanager
@@ -104,7 +106,7 @@ def pool_bytes(server: Server, arguments: argparse.Namespace, groups: int) -> in
     Raises:
         SystemExit: the two differ.
     """
-    values = shape_of(arguments).kv_values_per_token * VALUE_BYTES[arguments.dtype]
+    values = shape_of(arguments.model).kv_values_per_token * VALUE_BYTES[arguments.dtype]
     per_block = values * arguments.block_size // groups
     blocks, fitting = server.blocks()
     if fitting != servers.SPACE_GIB * 2**30 // per_block:
@@ -117,7 +119,7 @@ def pool_bytes(server: Server, arguments: argparse.Namespace, groups: int) -> in
 
 def random_prompt(source: random.Random, arguments: argparse.Namespace, tokens: int) -> list[int]:
     """Return a prompt that shares no prefix with another one."""
-    return source.choices(range(shape_of(arguments).vocab_size), k=tokens)
+    return source.choices(range(shape_of(arguments.model).vocab_size), k=tokens)
 
 
 def report(
