@@ -348,6 +348,22 @@ def test_several_answers_with_seeds_and_log_probabilities(serve):
 
 
 @pytest.mark.parametrize(
+    "options", [{"max_num_batched_tokens": 64}, {"num_gpu_blocks_override": 88}], ids=str
+)
+def test_seeds_hold_whether_prompts_take_steps_or_are_computed_anew(serve, options):
+    """vLLM on CPUs would end here, since it winds generators back in a way they do not have."""
+    parameters = vllm.SamplingParams(
+        temperature=1, seed=3, max_tokens=90, ignore_eos=True, detokenize=False
+    )
+    asked = [{"prompt_token_ids": ids} for ids in prompts(7, [200, 190, 210, 180, 60, 200])]
+    wanted = tokens(serve().generate(asked, parameters, use_tqdm=False))
+    llm = serve(**options)
+    assert tokens(llm.generate(asked, parameters, use_tqdm=False)) == wanted
+    counts = {m.name: m.value for m in llm.get_metrics() if hasattr(m, "value")}
+    assert (counts["vllm:num_preemptions"] > 0) == ("num_gpu_blocks_override" in options)
+
+
+@pytest.mark.parametrize(
     ("given", "options", "message"),
     [
         ({"budget": 10}, {}, "the smallest possible budget is 36"),

@@ -15,6 +15,7 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 from . import running
 from .blocks import CompressedSpec
 from .checks import check_config, check_hook, settings_of
+from .seeds import keep_seeds
 from .settings import ServingError
 
 register_backend(AttentionBackendEnum.CPU_ATTN, "pyramidkv.vllm.cpu.CompressedCPUBackend")
@@ -39,6 +40,7 @@ class CompressedCPUWorker(CPUWorker):
     def init_device(self) -> None:
         super().init_device()
         running.remember(self.vllm_config, self.model_runner)
+        keep_seeds(self.model_runner)
 
     def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
         specs: dict[str, KVCacheSpec] = super().get_kv_cache_spec()
