@@ -42,7 +42,7 @@ test-harness: $(VENV)/.ready
 
 # vLLM pins other releases of torch and transformers, so it has an environment of its own.
 test-vllm: $(SERVING)/.ready
-	$(SERVING)/bin/python -m pytest tests/test_serving_parts.py tests/test_serving_vllm.py tests/test_serving_model.py tests/test_serving_server.py
+	$(SERVING)/bin/python -m pytest tests/test_soak_answers.py tests/test_serving_*.py
 
 format: $(VENV)/.ready
 	$(BIN)/ruff check --fix .

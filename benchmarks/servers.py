@@ -15,7 +15,7 @@ import sys
 import time
 import urllib.request
 from collections.abc import AsyncIterator, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -121,38 +121,59 @@ def environment(threads: int) -> dict[str, str]:
     return result
 
 
-@contextmanager
-def running(
-    start: list[str],
-    model: str,
-    options: list[str],
-    environment: dict[str, str],
-    log: Path,
-    patience: float = 600,
-) -> Iterator[Server]:
-    """Start a server, wait until it answers, and end it and its processes afterwards.
+@dataclass(frozen=True)
+class Start:
+    """How a server is started.
 
-    Args:
-        start: `STOCK`, `PLUGIN` or a script that takes the same arguments.
+    Attributes:
+        python: `STOCK`, `PLUGIN` or a script that takes the same arguments.
         model: it serves.
         options: further ones.
         environment: of the process.
         log: file for all it writes.
-        patience: seconds until it must answer.
+    """
+
+    python: list[str]
+    model: str
+    options: list[str]
+    environment: dict[str, str]
+    log: Path
+
+
+@contextmanager
+def running(*starts: Start, patience: float = 600) -> Iterator[list[Server]]:
+    """Start servers side by side, and end them and all their processes afterwards.
+
+    Args:
+        starts: one for each server.
+        patience: seconds until each must answer.
 
     Raises:
-        RuntimeError: it ended or does not answer; the message has the log's end.
+        RuntimeError: one ended or does not answer; the message has its log's end.
     """
+    with ExitStack() as stack:
+        launched = [stack.enter_context(_launched(start)) for start in starts]
+        until = time.monotonic() + patience
+        for server, process in launched:
+            _wait(server, process, until)
+        yield [server for server, _ in launched]
+
+
+@contextmanager
+def _launched(start: Start) -> Iterator[tuple[Server, subprocess.Popen[bytes]]]:
     port = _free_port()
-    command = [sys.executable, *start, model, "--host", "127.0.0.1", "--port", str(port), *options]
-    with log.open("wb") as file:
+    command = [sys.executable, *start.python, start.model, *start.options]
+    command += ["--host", "127.0.0.1", "--port", str(port)]
+    with start.log.open("wb") as file:
         process = subprocess.Popen(
-            command, stdout=file, stderr=subprocess.STDOUT, env=environment, start_new_session=True
+            command,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            env=start.environment,
+            start_new_session=True,
         )
-    server = Server(f"http://127.0.0.1:{port}", log, command)
     try:
-        _wait(server, process, patience)
-        yield server
+        yield Server(f"http://127.0.0.1:{port}", start.log, command), process
     finally:
         _end(process)
 
@@ -163,8 +184,7 @@ def _free_port() -> int:
         return int(free.getsockname()[1])
 
 
-def _wait(server: Server, process: subprocess.Popen[bytes], patience: float) -> None:
-    until = time.monotonic() + patience
+def _wait(server: Server, process: subprocess.Popen[bytes], until: float) -> None:
     while time.monotonic() < until and process.poll() is None:
         try:
             server.get("/health")

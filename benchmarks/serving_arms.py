@@ -15,7 +15,7 @@ from typing import Any
 import common
 import servers
 import torch
-from servers import PLUGIN, STOCK, Server
+from servers import PLUGIN, STOCK, Server, Start
 
 from pyramidkv.loading import DEMO_MODEL
 from pyramidkv.model_shape import ModelShape
@@ -56,6 +56,12 @@ def settings_of(arguments: argparse.Namespace) -> ServingSettings:
     return read_settings(given, len(shape_of(arguments.model).layers))
 
 
+def plugin_options(arguments: argparse.Namespace) -> list[str]:
+    """Return the plugin's settings as options of `pyramidkv serve`."""
+    groups = settings_of(arguments).groups
+    return [f"--method={arguments.method}", f"--budget={arguments.budget}", f"--groups={groups}"]
+
+
 @contextmanager
 def both(
     arguments: argparse.Namespace, longest: int, blocks: int, plugin: list[str] | None = None
@@ -74,25 +80,29 @@ def both(
     """
     servers.end_cleanly_when_told_to()
     groups = settings_of(arguments).groups
-    ours = [f"--method={arguments.method}", f"--budget={arguments.budget}", f"--groups={groups}"]
     eager = [] if arguments.compile else ["--enforce-eager"]
     environment = servers.environment(arguments.threads)
     size, dtype = arguments.block_size, arguments.dtype
     with tempfile.TemporaryDirectory() as temporary, ExitStack() as stack:
         folder = arguments.logs or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
-        found = {}
-        for arm, start, count, more in (
-            ("stock", STOCK, blocks, []),
-            ("plugin", plugin or PLUGIN, groups * blocks, ours),
-        ):
-            given = servers.options(arguments.model, dtype, longest, count, size)
-            print(f"starting {arm}", flush=True)
-            found[arm] = stack.enter_context(
-                servers.running(
-                    start, arguments.model, given + eager + more, environment, folder / f"{arm}.log"
-                )
+        starts = [
+            Start(
+                python,
+                arguments.model,
+                servers.options(arguments.model, dtype, longest, count, size) + eager + more,
+                environment,
+                folder / f"{arm}.log",
             )
+            for arm, python, count, more in (
+                ("stock", STOCK, blocks, []),
+                ("plugin", plugin or PLUGIN, groups * blocks, plugin_options(arguments)),
+            )
+        ]
+        print("starting both servers", flush=True)
+        found = dict(
+            zip(("stock", "plugin"), stack.enter_context(servers.running(*starts)), strict=True)
+        )
         held = pool_bytes(found["stock"], arguments, 1)
         if pool_bytes(found["plugin"], arguments, groups) != held:
             raise SystemExit("the pools differ in bytes")
@@ -128,7 +138,7 @@ def report(
     """Print the figures' circumstances, and keep them with the servers' commands if asked."""
     torch.set_num_threads(arguments.threads)  # as the servers have it, for the record
     commands = {arm: server.command[1:] for arm, server in found.items()}
-    versions = {"vllm": found["stock"].version()}
+    versions = {"vllm": next(iter(found.values())).version()}
     common.report(arguments, {"servers": commands, **figures}, versions)
 
 

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
-import os
-import signal
-import socket
-import subprocess
-import sys
-import time
 import urllib.error
 import urllib.request
 from importlib.util import find_spec
 
 import pytest
-from conftest import tiny_tokenizer
+from conftest import tiny_tokenizer, words
 from test_serving_vllm import (  # noqa: F401
     BLOCK,
     BUDGET,
@@ -30,54 +25,41 @@ from pyramidkv.vllm.settings import read_settings
 if find_spec("vllm") is None:
     pytest.skip("needs vLLM (make test-vllm)", allow_module_level=True)
 
+import openai
+import servers
+from serving_soak import come_to_rest
+
+LONGEST = 640
+
 
 @pytest.fixture(scope="module")
 def server(folder, tmp_path_factory):  # noqa: F811
-    """The address of a server with the tiny model, and its log."""
+    """A server with the tiny model."""
     tiny_tokenizer(chat=True).save_pretrained(folder)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    log = tmp_path_factory.mktemp("server") / "log.txt"
     options = [
-        *("--budget", "64", "--window-size", "16", "--kernel-size", "7"),
-        *("--host", "127.0.0.1", "--port", str(port), "--dtype", "float32"),
-        *("--max-model-len", "640", "--block-size", "32", "--max-num-seqs", "8"),
-        *("--enforce-eager", "--gpu-memory-utilization", "0.1", "--served-model-name", "tiny"),
+        *("--budget", "64", "--window-size", "16", "--kernel-size", "7", "--dtype", "float32"),
+        *("--max-model-len", str(LONGEST), "--block-size", "32", "--max-num-seqs", "8"),
+        *("--enforce-eager", "--served-model-name", servers.NAME),
     ]
-    environment = {**os.environ, "VLLM_LOGGING_LEVEL": "INFO"}
-    environment.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)  # as users run it
-    code = "from pyramidkv.cli import main; main()"
-    with log.open("wb") as file:
-        process = subprocess.Popen(
-            [sys.executable, "-c", code, "serve", folder, *options],
-            stdout=file,
-            stderr=subprocess.STDOUT,
-            env=environment,
-            start_new_session=True,
-        )
-    address = f"http://127.0.0.1:{port}"
-    try:
-        for _ in range(600):
-            assert process.poll() is None, log.read_text()[-3000:]
-            try:
-                urllib.request.urlopen(f"{address}/health", timeout=5)
-                break
-            except OSError:
-                time.sleep(0.5)
-        yield address, log
-    finally:
-        os.killpg(process.pid, signal.SIGINT)
-        try:
-            process.wait(60)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
+    log = tmp_path_factory.mktemp("server") / "log.txt"
+    start = servers.Start(servers.PLUGIN, folder, options, servers.environment(1), log)
+    with servers.running(start) as (started,):
+        yield started
 
 
-def ask(address, path, **body):
+@pytest.fixture(scope="module")
+def client(server):
+    """The official client."""
+    with openai.OpenAI(
+        base_url=f"{server.address}/v1", api_key="none", max_retries=0, timeout=120
+    ) as found:
+        yield found
+
+
+def ask(server, path, **body):
     request = urllib.request.Request(
-        f"{address}{path}",
-        json.dumps({"model": "tiny", **body}).encode(),
+        f"{server.address}{path}",
+        json.dumps({"model": servers.NAME, **body}).encode(),
         {"Content-Type": "application/json"},
     )
     with urllib.request.urlopen(request, timeout=120) as response:
@@ -85,11 +67,10 @@ def ask(address, path, **body):
 
 
 def test_answers_are_those_of_the_transformers_engine(server, folder):  # noqa: F811
-    address, log = server
     wanted = expected(folder, prompts())
     told = tiny_tokenizer(chat=True)
     answer = ask(
-        address,
+        server,
         "/v1/completions",
         prompt=prompts(),
         max_tokens=12,
@@ -101,38 +82,109 @@ def test_answers_are_those_of_the_transformers_engine(server, folder):  # noqa: 
         told.decode(ids, skip_special_tokens=True).split() for ids in wanted
     ]
     assert answer["usage"]["prompt_tokens"] == sum(LENGTHS)
-    shown = log.read_text()
+    shown = server.log.read_text()
     assert "groups of layers, lowest first, keep" in shown
     assert "pyramidkv: a prompt of 640 tokens: 80 blocks while it is processed, " in shown
 
 
 def test_a_chat_and_a_prompt_that_is_too_long(server):
-    address, _ = server
     messages = [{"role": "user", "content": " ".join(["w7 w9 w12"] * 100)}]
-    answer = ask(address, "/v1/chat/completions", messages=messages, max_tokens=5, temperature=0)
+    answer = ask(server, "/v1/chat/completions", messages=messages, max_tokens=5, temperature=0)
     assert answer["usage"]["prompt_tokens"] == 302
     assert answer["usage"]["completion_tokens"] <= 5
     with pytest.raises(urllib.error.HTTPError) as refused:
-        ask(address, "/v1/completions", prompt=[5] * 700, max_tokens=5)
+        ask(server, "/v1/completions", prompt=[5] * 700, max_tokens=5)
     assert refused.value.code == 400
     assert "640" in json.load(refused.value)["error"]["message"]
 
 
-def counts(address):
-    """The plugin's counters, as vLLM's metrics page has them."""
-    with urllib.request.urlopen(f"{address}/metrics", timeout=10) as response:
-        lines = response.read().decode().splitlines()
-    assert any(line.startswith("vllm:num_requests_running") for line in lines)
-    own = (line.split() for line in lines if line.startswith("pyramidkv:"))
-    return {name.removeprefix("pyramidkv:"): float(value) for name, value in own}
+def complete(client, **asked):
+    """Ask for a completion of one of the prompts, whose end the model does not choose."""
+    standard = {"model": servers.NAME, "prompt": prompts()[1], "max_tokens": 20, "temperature": 0}
+    return client.completions.create(**(standard | asked), extra_body={"ignore_eos": True})
+
+
+def test_completions_of_the_official_client(client):
+    answer = complete(client, logprobs=3)
+    (choice,) = answer.choices
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (LENGTHS[1], 20)
+    assert choice.finish_reason == "length"
+    found = choice.logprobs
+    assert len(found.token_logprobs) == len(found.top_logprobs) == 20
+    for own, likely in zip(found.token_logprobs, found.top_logprobs, strict=True):
+        assert len(likely) == 3
+        assert own == max(likely.values()) < 0
+
+
+def test_streamed_text_is_the_unstreamed_one(client):
+    parts = [part.choices[0].text for part in complete(client, stream=True) if part.choices]
+    assert len(parts) > 5
+    assert "".join(parts) == complete(client).choices[0].text
+
+
+def test_chats_of_the_official_client_streamed_or_not(client):
+    asked = {
+        "model": servers.NAME,
+        "messages": [{"role": "user", "content": words(300)}],
+        "max_tokens": 20,
+        "temperature": 0,
+        "extra_body": {"ignore_eos": True},
+    }
+    whole = client.chat.completions.create(**asked, logprobs=True, top_logprobs=2)
+    assert (whole.usage.prompt_tokens, whole.usage.completion_tokens) == (302, 20)
+    likely = whole.choices[0].logprobs.content
+    assert len(likely) == 20
+    assert all(token.logprob == token.top_logprobs[0].logprob for token in likely)
+    parts = [
+        part.choices[0].delta.content or ""
+        for part in client.chat.completions.create(**asked, stream=True)
+        if part.choices
+    ]
+    assert len(parts) > 5
+    assert "".join(parts) == whole.choices[0].message.content
+
+
+def test_the_same_seed_gives_the_same_text_and_several_answers_differ(client):
+    first, again, other = (
+        complete(client, temperature=1, seed=seed).choices[0].text for seed in (5, 5, 6)
+    )
+    assert first == again != other
+    two, once_more = (
+        [choice.text for choice in complete(client, temperature=1, seed=5, n=2).choices]
+        for _ in range(2)
+    )
+    assert two == once_more
+    assert len(set(two)) == 2
+
+
+def test_a_prompt_that_is_too_long_is_refused_with_the_length(client):
+    with pytest.raises(openai.BadRequestError, match=str(LONGEST)):
+        complete(client, prompt=[5] * (LONGEST + 60))
+    with pytest.raises(openai.BadRequestError, match=str(LONGEST)):
+        client.chat.completions.create(
+            model=servers.NAME, messages=[{"role": "user", "content": words(LONGEST)}]
+        )
+
+
+def test_who_leaves_a_stream_leaves_no_blocks(server, client):
+    prompt, new = prompts(30, [100])[0], LONGEST - 100
+    made = server.metrics()["vllm:generation_tokens_total"]
+    with complete(client, prompt=prompt, max_tokens=new, stream=True) as stream:
+        for _ in range(3):
+            next(stream)
+        assert server.metrics()["vllm:kv_cache_usage_perc"] > 0
+    assert asyncio.run(come_to_rest(server)) == []
+    assert 3 <= server.metrics()["vllm:generation_tokens_total"] - made < new
 
 
 def test_the_metrics_page_tells_what_was_kept_and_freed(server):
-    address, _ = server
-    before = counts(address)
-    asked = prompts(60)
-    ask(address, "/v1/completions", prompt=asked, max_tokens=3, temperature=0, ignore_eos=True)
-    grown = {name: value - before.get(name, 0.0) for name, value in counts(address).items()}
+    before, asked = server.metrics(), prompts(60)
+    ask(server, "/v1/completions", prompt=asked, max_tokens=3, temperature=0, ignore_eos=True)
+    grown = {
+        name.removeprefix("pyramidkv:"): value - before.get(name, 0.0)
+        for name, value in server.metrics().items()
+        if name.startswith("pyramidkv:")
+    }
     settings = read_settings(BUDGET, LAYERS)
     kept = [settings.kept(len(ids), BLOCK) for ids in asked]
     freed = sum(settings.freed_blocks(len(ids), BLOCK) for ids in asked)
