@@ -20,6 +20,7 @@ def test_the_command_has_our_classes_our_settings_and_what_is_vllms(model_folder
         "serve",
         model_folder,
         *("--budget", "64", "--window-size", "16", "--groups", "2", "--dry-run"),
+        *("--device", "cpu"),
         *("--port", "8123", "--max-model-len", "512", "--no-enable-prefix-caching"),
     )
     given = arguments(done)
@@ -39,6 +40,26 @@ def test_the_command_has_our_classes_our_settings_and_what_is_vllms(model_folder
     }
     assert given[-5:] == ["--port", "8123", "--max-model-len", "512", "--no-enable-prefix-caching"]
     assert "groups of layers, lowest first, keep 106, 22 tokens" in done.stderr.decode()
+
+
+@pytest.mark.parametrize(
+    ("extra", "scheduler"),
+    [
+        ([], "CompressedAsyncScheduler"),
+        (["--async-scheduling"], "CompressedAsyncScheduler"),
+        (["--no-async-scheduling"], "CompressedScheduler"),
+        (["--no_async_scheduling"], "CompressedScheduler"),
+    ],
+    ids=str,
+)
+def test_gpus_have_classes_of_their_own(model_folder, extra, scheduler):
+    done = run("serve", model_folder, "--budget", "64", "--device", "cuda", "--dry-run", *extra)
+    given = arguments(done)
+    pairs = dict(pairwise(given))
+    assert pairs["--worker-cls"] == "pyramidkv.vllm.gpu_worker.CompressedGPUWorker"
+    assert pairs["--scheduler-cls"] == f"pyramidkv.vllm.scheduling.{scheduler}"
+    assert pairs["--attention-backend"] == "CUSTOM"
+    assert given[len(given) - len(extra) :] == extra
 
 
 @pytest.mark.parametrize("form", ["--additional-config={}", "--additional-config {}"])
@@ -62,6 +83,8 @@ def test_other_settings_for_vllm_stay(model_folder, form):
         (["--budget", "64", "--method", "h2o"], "h2o does not support serving with vLLM"),
         (["--budget", "64", "--worker-cls", "x"], "--worker-cls is set by pyramidkv serve"),
         (["--budget", "64", "--scheduler_cls=x"], "--scheduler_cls is set by pyramidkv serve"),
+        (["--budget", "64", "--attention-backend=x"], "--attention-backend is set by pyramidkv"),
+        (["--budget", "64", "--device", "gpu"], "device is 'gpu'; give one of cpu, cuda"),
         (["--budget", "64", "--additional-config", "[1]"], "must be a JSON object without"),
         (["--budget", "64", "--additional-config={"], "must be a JSON object without"),
     ],

@@ -229,7 +229,7 @@ def configuration(**changes):
     """As much of vLLM's configuration as is looked at."""
     sections = {
         "parallel_config": {
-            "worker_cls": WORKERS[0],
+            "worker_cls": WORKERS["cpu"],
             "decode_context_parallel_size": 1,
             "prefill_context_parallel_size": 1,
             "pipeline_parallel_size": 1,

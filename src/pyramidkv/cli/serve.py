@@ -13,17 +13,21 @@ import typer
 
 from ..model_source import find_model
 from ..vllm.settings import (
+    ASYNC_SCHEDULER,
+    BACKEND,
     KEY,
     SCHEDULER,
     WORKERS,
+    Device,
     ServingError,
     ServingSettings,
+    find_device,
     read_settings,
 )
 from . import options
 
 MODULE = "pyramidkv.vllm.server"
-_OURS = ("--worker-cls", "--scheduler-cls")
+_OURS = ("--worker-cls", "--scheduler-cls", "--attention-backend")
 
 
 @options.taking(options.SERVED_OPTIONS)
@@ -40,6 +44,10 @@ def serve(
     min_prompt: Annotated[
         int, typer.Option(help="Prompt tokens under which nothing is evicted.")
     ] = 0,
+    device: Annotated[
+        str | None,
+        typer.Option(help="cpu or cuda; by default what vLLM's build and the driver say."),
+    ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Show the command and the plan, and start nothing.")
     ] = False,
@@ -50,7 +58,8 @@ def serve(
     asked |= options.method_options(given)
     asked = {name: value for name, value in asked.items() if value is not None}
     settings = read_settings(asked, len(find_model(model).shape.layers))
-    arguments = [MODULE, "--model", model, *_vllm_arguments(context.args, asked)]
+    where = _device(device)
+    arguments = [MODULE, "--model", model, *_vllm_arguments(context.args, asked, where)]
     for line in _plan(settings):
         typer.echo(line, err=True)
     if dry_run:
@@ -62,7 +71,31 @@ def serve(
     os.execv(sys.executable, [sys.executable, "-m", *arguments])
 
 
-def _vllm_arguments(extra: list[str], asked: dict[str, Any]) -> list[str]:
+def _device(given: str | None) -> Device:
+    """Return the device asked for, or found.
+
+    Raises:
+        ServingError: there is none of that name.
+    """
+    if given is None:
+        return find_device()
+    for known in WORKERS:
+        if given == known:
+            return known
+    raise ServingError(f"device is {given!r}; give one of {', '.join(WORKERS)}")
+
+
+def _classes(device: Device, extra: list[str]) -> list[str]:
+    """Return the arguments by which vLLM takes our classes."""
+    ours = ["--worker-cls", WORKERS[device]]
+    if device == "cpu":
+        return [*ours, "--scheduler-cls", SCHEDULER]
+    waits = any(part.replace("_", "-") == "--no-async-scheduling" for part in extra)
+    scheduler = SCHEDULER if waits else ASYNC_SCHEDULER
+    return [*ours, "--scheduler-cls", scheduler, "--attention-backend", BACKEND]
+
+
+def _vllm_arguments(extra: list[str], asked: dict[str, Any], device: Device) -> list[str]:
     """Return vLLM's arguments: the user's, and what makes it ours."""
     rest: list[str] = []
     others: Any = {}
@@ -81,8 +114,7 @@ def _vllm_arguments(extra: list[str], asked: dict[str, Any]) -> list[str]:
         if not isinstance(others, dict) or KEY in others:
             raise ServingError(f"--additional-config must be a JSON object without {KEY!r}")
     config = json.dumps({**others, KEY: asked})
-    ours = ["--worker-cls", WORKERS[0], "--scheduler-cls", SCHEDULER]
-    return [*ours, "--additional-config", config, *rest]
+    return [*_classes(device, extra), "--additional-config", config, *rest]
 
 
 def _plan(settings: ServingSettings) -> list[str]:

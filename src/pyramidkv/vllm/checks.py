@@ -6,6 +6,8 @@ import inspect
 from typing import Any
 
 from .settings import (
+    ASYNC_SCHEDULER,
+    BACKEND,
     KEY,
     SCHEDULER,
     WORKERS,
@@ -42,10 +44,14 @@ def check_config(vllm_config: Any, settings: ServingSettings) -> None:
     """
     parallel, scheduler = vllm_config.parallel_config, vllm_config.scheduler_config
     cache, model = vllm_config.cache_config, vllm_config.model_config
-    if parallel.worker_cls not in WORKERS or scheduler.scheduler_cls != SCHEDULER:
+    on_gpu = runs_on_gpu(vllm_config)
+    if parallel.worker_cls not in WORKERS.values() or scheduler.scheduler_cls not in (
+        (SCHEDULER, ASYNC_SCHEDULER) if on_gpu else (SCHEDULER,)
+    ):
         raise ServingError(
             "worker and scheduler of pyramidkv need each other; give both --worker-cls "
-            f"{WORKERS[0]} and --scheduler-cls {SCHEDULER}, or start with pyramidkv serve"
+            f"{WORKERS['cuda' if on_gpu else 'cpu']} and --scheduler-cls {SCHEDULER}, or start "
+            "with pyramidkv serve"
         )
     speculative = vllm_config.speculative_config
     guesses = None if speculative is None else speculative.method
@@ -68,12 +74,69 @@ def check_config(vllm_config: Any, settings: ServingSettings) -> None:
         "a disabled hybrid KV cache manager, which has one budget for all layers": (
             bool(scheduler.disable_hybrid_kv_cache_manager) and settings.groups > 1
         ),
-        "Model Runner V2 (set VLLM_USE_V2_MODEL_RUNNER=0)": vllm_config.use_v2_model_runner,
-        "asynchronous scheduling (give --no-async-scheduling)": bool(scheduler.async_scheduling),
     }
+    reasons |= _reasons_on_gpus(vllm_config) if on_gpu else _reasons_on_cpus(vllm_config)
     for reason, given in reasons.items():
         if given:
             raise ServingError(f"pyramidkv cannot serve with {reason}")
+
+
+def runs_on_gpu(vllm_config: Any) -> bool:
+    """Return whether vLLM is to start our worker for GPUs."""
+    return bool(vllm_config.parallel_config.worker_cls == WORKERS["cuda"])
+
+
+def _reasons_on_cpus(vllm_config: Any) -> dict[str, bool]:
+    return {
+        "Model Runner V2 (set VLLM_USE_V2_MODEL_RUNNER=0)": vllm_config.use_v2_model_runner,
+        "asynchronous scheduling (give --no-async-scheduling)": bool(
+            vllm_config.scheduler_config.async_scheduling
+        ),
+    }
+
+
+def _reasons_on_gpus(vllm_config: Any) -> dict[str, bool]:
+    scheduler, model = vllm_config.scheduler_config, vllm_config.model_config
+    attention, size = vllm_config.attention_config, vllm_config.cache_config.block_size
+    ahead, drafts = bool(scheduler.async_scheduling), _drafts(vllm_config)
+    return {
+        "asynchronous scheduling by this scheduler (give --scheduler-cls "
+        f"{ASYNC_SCHEDULER}, or --no-async-scheduling)": (
+            ahead and scheduler.scheduler_cls != ASYNC_SCHEDULER
+        ),
+        f"this scheduler while asynchronous scheduling is off (give --scheduler-cls {SCHEDULER}, "
+        "or pyramidkv serve --no-async-scheduling)": (
+            not ahead and scheduler.scheduler_cls != SCHEDULER
+        ),
+        f"another attention backend than its own (give --attention-backend {BACKEND})": (
+            getattr(attention.backend, "name", None) != BACKEND
+        ),
+        "microbatches (--enable-dbo, --ubatch-size), which divide a batch's rows": (
+            vllm_config.parallel_config.use_ubatching
+        ),
+        "attention to later tokens (use_non_causal)": attention.use_non_causal,
+        "models that attend to a whole image at once, by its position": model.is_mm_prefix_lm,
+        "a window that counts from the prompt's end (R-SWA)": model.rswa_window is not None,
+        f"{drafts} guessed tokens for blocks of {size}; guess fewer than a block has": (
+            drafts >= size
+        ),
+    }
+
+
+def _drafts(vllm_config: Any) -> int:
+    """Return how many tokens are guessed ahead."""
+    speculative = vllm_config.speculative_config
+    return 0 if speculative is None else int(speculative.num_speculative_tokens)
+
+
+def last_tokens(vllm_config: Any, settings: ServingSettings) -> int:
+    """Return how many of a prompt's last tokens are computed in one step, at least.
+
+    The window; on GPUs also more than any decoding request has in a step, since a batch in which
+    all have as many may be the replay of a CUDA graph, which compresses nothing.
+    """
+    decoding = 1 + _drafts(vllm_config)
+    return max(settings.window, 1 + decoding if runs_on_gpu(vllm_config) else 0)
 
 
 def check_scheduler(vllm_config: Any, settings: ServingSettings) -> None:
@@ -83,19 +146,18 @@ def check_scheduler(vllm_config: Any, settings: ServingSettings) -> None:
         ServingError: see above.
     """
     scheduler = vllm_config.scheduler_config
-    speculative = vllm_config.speculative_config
-    drafts = 0 if speculative is None else speculative.num_speculative_tokens
-    needed = settings.window + (scheduler.max_num_seqs - 1) * (1 + drafts)
+    window = last_tokens(vllm_config, settings)
+    needed = window + (scheduler.max_num_seqs - 1) * (1 + _drafts(vllm_config))
     if scheduler.max_num_batched_tokens < needed:
         raise ServingError(
             f"max_num_batched_tokens is {scheduler.max_num_batched_tokens}, but a window of "
-            f"{settings.window} tokens beside {scheduler.max_num_seqs - 1} other requests takes up "
+            f"{window} tokens beside {scheduler.max_num_seqs - 1} other requests takes up "
             f"to {needed}; raise it, or lower max_num_seqs"
         )
     threshold = scheduler.long_prefill_token_threshold
-    if 0 < threshold < settings.window:
+    if 0 < threshold < window:
         raise ServingError(
-            f"long_prefill_token_threshold is {threshold}, below the window of {settings.window} "
+            f"long_prefill_token_threshold is {threshold}, below the window of {window} "
             "tokens, which are computed together; raise it"
         )
 

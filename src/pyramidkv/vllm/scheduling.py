@@ -5,22 +5,24 @@ from __future__ import annotations
 from typing import Any
 
 from vllm.logger import init_logger
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request
 
-from .checks import check_config, check_hook, check_scheduler, settings_of
+from .checks import check_config, check_hook, check_scheduler, last_tokens, settings_of
 from .chunks import end_chunk
 from .metrics import count_prompt
 from .settings import capacity_lines
 
 logger = init_logger("vllm.pyramidkv")
 
-check_hook(
-    Scheduler, "_reserve_prefill_lookahead", "request", "num_computed_tokens", "num_new_tokens"
-)
-check_hook(Scheduler, "_preempt_request", "request")
-check_hook(Scheduler, "_update_after_schedule", "scheduler_output")
+for _scheduler in (Scheduler, AsyncScheduler):
+    check_hook(
+        _scheduler, "_reserve_prefill_lookahead", "request", "num_computed_tokens", "num_new_tokens"
+    )
+    check_hook(_scheduler, "_preempt_request", "request")
+    check_hook(_scheduler, "_update_after_schedule", "scheduler_output")
 
 
 class CompressedScheduler(Scheduler):
@@ -30,6 +32,7 @@ class CompressedScheduler(Scheduler):
         self._settings = settings_of(vllm_config)
         check_config(vllm_config, self._settings)
         check_scheduler(vllm_config, self._settings)
+        self._together = last_tokens(vllm_config, self._settings)
         super().__init__(vllm_config, *args, **kwargs)
         blocks = self.kv_cache_manager.block_pool.num_gpu_blocks - 1  # one is the null block
         longest = vllm_config.model_config.max_model_len
@@ -45,8 +48,8 @@ class CompressedScheduler(Scheduler):
         new: int = super()._reserve_prefill_lookahead(request, num_computed_tokens, num_new_tokens)
         if not self._evicts(request):
             return new
-        prompt, window = request.num_prompt_tokens, self._settings.window
-        return end_chunk(num_computed_tokens, new, prompt, window)
+        prompt = request.num_prompt_tokens
+        return end_chunk(num_computed_tokens, new, prompt, self._together)
 
     def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
         super()._update_after_schedule(scheduler_output)
@@ -62,3 +65,11 @@ class CompressedScheduler(Scheduler):
         if self._evicts(request):
             # Hashes of generated tokens would make the prompt look longer than it is.
             request.skip_reading_prefix_cache = True
+
+
+class CompressedAsyncScheduler(CompressedScheduler, AsyncScheduler):
+    """The same, a step ahead of its results.
+
+    Blocks are freed once the step that compressed the prompt was processed, and what writes to
+    them next is queued behind that step, so that none of it has to wait.
+    """

