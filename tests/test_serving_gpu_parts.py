@@ -261,6 +261,7 @@ def gpu(**changes):
 
 
 NGRAM = SimpleNamespace(method="ngram", num_speculative_tokens=16)
+FEW = SimpleNamespace(method="ngram", num_speculative_tokens=15)
 
 
 @pytest.mark.parametrize(
@@ -283,6 +284,7 @@ NGRAM = SimpleNamespace(method="ngram", num_speculative_tokens=16)
         ({"decode_context_parallel_size": 2}, "context parallelism"),
         ({"pipeline_parallel_size": 2}, "pipeline parallelism"),
         ({"speculative_config": NGRAM}, "16 guessed tokens for blocks of 16; guess fewer"),
+        ({"speculative_config": FEW}, "guesses by Model Runner V2, not tried yet"),
     ],
     ids=str,
 )
@@ -290,7 +292,7 @@ def test_what_cannot_be_served_on_gpus_is_refused(changes, message):
     settings = read_settings({"budget": 64}, 12)
     for served in (
         gpu(),
-        gpu(use_v2_model_runner=False),
+        gpu(use_v2_model_runner=False, speculative_config=FEW),
         gpu(async_scheduling=False, scheduler_cls=SCHEDULER),
     ):
         check_config(served, settings)

@@ -82,8 +82,8 @@ def test_a_window_of_one_token_is_computed_with_more(folder):  # noqa: F811
 
 
 def test_guessed_tokens_change_nothing(folder):  # noqa: F811
-    asked = [*(ids[:40] * 5 for ids in prompts(3, [40, 40, 40])), *prompts(0, [200, 401])]
+    asked = [*(ids[:40] * 5 for ids in prompts(3, [40, 40, 40])), *prompts(0, [200])]
     guessing = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
-    told = serve(folder, asked, steps=30, speculative_config=guessing)
-    assert told["answers"] == [expected(folder, asked, steps=30)] * 2
+    told = serve(folder, asked, steps=60, speculative_config=guessing)
+    assert told["answers"] == [expected(folder, asked, steps=60)] * 2
     assert told["accepted"] > 0

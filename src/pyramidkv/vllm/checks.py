@@ -120,6 +120,9 @@ def _reasons_on_gpus(vllm_config: Any) -> dict[str, bool]:
         f"{drafts} guessed tokens for blocks of {size}; guess fewer than a block has": (
             drafts >= size
         ),
+        "guesses by Model Runner V2, not tried yet (set VLLM_USE_V2_MODEL_RUNNER=0)": (
+            drafts > 0 and vllm_config.use_v2_model_runner
+        ),
     }
 
 
