@@ -63,9 +63,7 @@ def plugin_options(arguments: argparse.Namespace) -> list[str]:
 
 
 @contextmanager
-def both(
-    arguments: argparse.Namespace, longest: int, blocks: int, plugin: list[str] | None = None
-) -> Iterator[dict[str, Server]]:
+def both(arguments: argparse.Namespace, longest: int, blocks: int) -> Iterator[dict[str, Server]]:
     """Start both servers, which live side by side and take turns, and yield them by name.
 
     Args:
@@ -73,7 +71,6 @@ def both(
         longest: tokens of the longest request, answer included.
         blocks: of the stock server's pool. A block of the plugin's holds the layers of one group
             only, so that the same bytes are as many times more blocks as there are groups.
-        plugin: what the plugin's server is started with instead of `PLUGIN`.
 
     Raises:
         SystemExit: the pools' bytes are not the same.
@@ -96,7 +93,7 @@ def both(
             )
             for arm, python, count, more in (
                 ("stock", STOCK, blocks, []),
-                ("plugin", plugin or PLUGIN, groups * blocks, plugin_options(arguments)),
+                ("plugin", PLUGIN, groups * blocks, plugin_options(arguments)),
             )
         ]
         print("starting both servers", flush=True)

@@ -16,14 +16,11 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import os
 import random
 import statistics
-import tempfile
 import time
 from collections.abc import Iterable
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import common
@@ -32,7 +29,7 @@ import serving_arms
 from servers import Server
 
 ARMS = ("stock", "plugin")
-TIMED = str(Path(__file__).with_name("timed_server.py"))
+SPENT = "pyramidkv:compaction_seconds_total"
 
 
 async def arrivals(client: Any, server: Server, prompt: list[int], new: int) -> list[float]:
@@ -101,23 +98,19 @@ def measure_decoding(
 
 
 def measure_prompts(
-    found: dict[str, Server], arguments: argparse.Namespace, length: int, times: Path
+    found: dict[str, Server], arguments: argparse.Namespace, length: int
 ) -> dict[str, list[float]]:
     """Return the seconds of a prompt for each arm, and of those the seconds spent compressing."""
     result: dict[str, list[float]] = {arm: [] for arm in (*ARMS, "compressing")}
     for repeat, arm in turns(arguments.repeats):
         source = random.Random(f"{arguments.seed} prompt {length} {repeat}")
         prompt = serving_arms.random_prompt(source, arguments, length)
-        times.write_text("")
+        before = found["plugin"].metrics().get(SPENT, 0.0)
         seconds = asyncio.run(prompt_seconds(found[arm], prompt))
         if repeat:
             result[arm].append(seconds)
         if repeat and arm == "plugin":
-            spent = [float(line) for line in times.read_text().split()]
-            layers = len(serving_arms.shape_of(arguments.model).layers)
-            if len(spent) != layers:
-                raise RuntimeError(f"{len(spent)} of {layers} layers compressed a prompt")
-            result["compressing"].append(sum(spent))
+            result["compressing"].append(found["plugin"].metrics()[SPENT] - before)
     return result
 
 
@@ -156,18 +149,15 @@ def main() -> None:
     longest = max(arguments.tokens + arguments.steps, *(length + 1 for length in lengths))
     each = -(-(arguments.tokens + arguments.steps) // arguments.block_size)
     blocks = 1 + max(arguments.batch * each, -(-longest // arguments.block_size))
-    with tempfile.TemporaryDirectory() as folder:
-        times = Path(folder) / "times.txt"
-        os.environ["COMPRESSING_TIMES"] = str(times)
-        with serving_arms.both(arguments, longest, blocks, [TIMED]) as found:
-            steps = measure_decoding(found, arguments)
-            ratios = show_decoding(steps, arguments.batch)
-            prompts = {}
-            for length in lengths:
-                prompts[length] = measure_prompts(found, arguments, length, times)
-                ratios |= show_prompts(prompts[length], length)
-            figures = {"steps_s": steps, "prompts_s": prompts, "ratios": ratios}
-            serving_arms.report(arguments, found, figures)
+    with serving_arms.both(arguments, longest, blocks) as found:
+        steps = measure_decoding(found, arguments)
+        ratios = show_decoding(steps, arguments.batch)
+        prompts = {}
+        for length in lengths:
+            prompts[length] = measure_prompts(found, arguments, length)
+            ratios |= show_prompts(prompts[length], length)
+        figures = {"steps_s": steps, "prompts_s": prompts, "ratios": ratios}
+        serving_arms.report(arguments, found, figures)
 
 
 if __name__ == "__main__":

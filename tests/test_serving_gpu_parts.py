@@ -150,7 +150,9 @@ def test_a_compacted_prompt_is_what_dense_selection_keeps(given_, data):
     memory = torch.randn((40, heads, SIZE, 2 * head_dim))
     cache = Rows(*memory.transpose(1, 2).split(head_dim, dim=-1))
     blocks = torch.randperm(40)[: -(-tokens // SIZE)]
-    keys, values = (each.clone() for each in cache.gather(blocks, tokens))
+    keys, values = (
+        gather(blocks, tokens).clone() for gather in (cache.gather_keys, cache.gather_values)
+    )
     whole = [torch.cat([memory[int(b), head] for b in blocks])[:tokens] for head in range(heads)]
     assert torch.equal(torch.cat([keys[0], values[0]], -1), torch.stack(whole))
     queries = torch.randn((others + tokens + 3, heads * group, head_dim))  # beside other requests
@@ -165,7 +167,10 @@ def test_a_compacted_prompt_is_what_dense_selection_keeps(given_, data):
     left = tokens - skipped * SIZE
     options = method.options
     kept = select(scores, left, options.sink_tokens, 4, options.make_pooling())[0]
-    got = torch.cat([each[0] for each in cache.gather(blocks[skipped:], left)], dim=-1)
+    got = torch.cat(
+        [gather(blocks[skipped:], left)[0] for gather in (cache.gather_keys, cache.gather_values)],
+        dim=-1,
+    )
     for head in range(heads):
         assert sorted(got[head].tolist()) == sorted(whole[head][kept[head]].tolist())
     assert torch.equal(memory[untouched], before)

@@ -28,10 +28,12 @@ from transformers import AutoModelForCausalLM
 vllm = pytest.importorskip("vllm", reason="needs vLLM (make test-vllm)")
 
 import pyramidkv
+from pyramidkv.support import full_attention_layers
 from pyramidkv.vllm.checks import settings_of
 from pyramidkv.vllm.settings import KEY, ServingError, read_settings
 
 LAYERS, BLOCK = 4, 32
+SHAPE = {"hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
 LENGTHS = [200, 333, 96, 64, 20, 401, 257, 130]
 BUDGET = {"budget": 64, "window_size": 16, "kernel_size": 7}
 
@@ -39,14 +41,7 @@ BUDGET = {"budget": 64, "window_size": 16, "kernel_size": 7}
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("served")
-    changes = {
-        "hidden_size": 128,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 32,
-        "num_hidden_layers": LAYERS,
-    }
-    tiny_model("llama", "sdpa", **changes).save_pretrained(path)
+    tiny_model("llama", "sdpa", **SHAPE, num_hidden_layers=LAYERS).save_pretrained(path)
     return str(path)
 
 
@@ -107,7 +102,7 @@ _answers: dict[object, list[int]] = {}
 def expected(folder, asked, given=BUDGET, steps=12):
     """What the transformers engine generates, keeping what the plugin keeps."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    depth = model.config.num_hidden_layers
+    depth = len(full_attention_layers(model.config))
     settings = read_settings(given, depth)
     options = {
         name: value
@@ -163,6 +158,18 @@ def test_alone_and_batched_its_tokens_are_those_of_the_transformers_engine(serve
     for ids, answer in zip(prompts(), wanted, strict=True):
         assert tokens(generate(llm, [ids])) == [answer]
     assert free_blocks(llm) == before
+
+
+def test_layers_with_a_sliding_window_are_left_alone(tmp_path):
+    """Every other layer has a window of 16 tokens; in a process of its own, for another model."""
+    folder = str(tmp_path / "hybrid")
+    tiny_model("gemma3_text", "eager", **SHAPE).save_pretrained(folder)
+    given = {**BUDGET, "groups": 2}
+    for chunk in (2048, 64):
+        answers, _ = in_own_process(
+            tmp_path, folder, prompts(), 12, given, max_num_batched_tokens=chunk
+        )
+        assert answers == expected(folder, prompts(), given)
 
 
 def test_with_room_for_the_prompt_it_is_stock(serve, folder, tmp_path):

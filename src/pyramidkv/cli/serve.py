@@ -57,7 +57,7 @@ def serve(
     asked = {"method": method, "budget": budget, "groups": groups, "min_prompt": min_prompt}
     asked |= options.method_options(given)
     asked = {name: value for name, value in asked.items() if value is not None}
-    settings = read_settings(asked, len(find_model(model).shape.layers))
+    settings = read_settings(asked, len(find_model(model).shape.compressible))
     where = _device(device)
     arguments = [MODULE, "--model", model, *_vllm_arguments(context.args, asked, where)]
     for line in _plan(settings):

@@ -32,8 +32,15 @@ def settings_of(vllm_config: Any) -> ServingSettings:
             f'the plugin has no settings; give --additional-config \'{{"{KEY}": '
             '{"budget": 256}}\', or start with pyramidkv serve'
         )
-    layers = vllm_config.model_config.get_total_num_hidden_layers()
-    return read_settings(given[KEY], layers)
+    return read_settings(given[KEY], len(full_layers(vllm_config)))
+
+
+def full_layers(vllm_config: Any) -> list[int]:
+    """Return the numbers of the layers that share the budget: those with full attention."""
+    model = vllm_config.model_config
+    count = model.get_total_num_hidden_layers()
+    kinds = getattr(model.hf_text_config, "layer_types", None) or ["full_attention"] * count
+    return [number for number, kind in enumerate(kinds) if kind == "full_attention"]
 
 
 def check_config(vllm_config: Any, settings: ServingSettings) -> None:

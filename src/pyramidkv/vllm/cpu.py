@@ -16,12 +16,13 @@ from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionMetadataBuilder,
 )
 
-from . import running
 from .blocks import CompressedSpec
 from .checks import check_config, check_hook, settings_of
-from .compaction import TransposedKeys, pair_slots
+from .compaction import TransposedKeys
 from .metrics import counting_seconds
+from .prompts_of_step import EndingPrompt, compact_prompt, shift_tables
 from .settings import KEY, ServingError, ServingSettings
+from .steps import steps_of
 
 check_hook(CPUAttentionMetadataBuilder, "build", "common_prefix_len", "common_attn_metadata")
 check_hook(
@@ -32,23 +33,6 @@ check_hook(
 
 LAYOUTS = ("vec", "vec16")
 """Of vLLM's CPU caches: those whose keys lie as `TransposedKeys` has them."""
-
-
-@dataclass(frozen=True)
-class EndingPrompt:
-    """A prompt that is complete after this step.
-
-    Attributes:
-        row: of the batch.
-        end: of its queries, in the batch's tokens.
-        tokens: of the prompt.
-        skipped: blocks that are freed.
-    """
-
-    row: int
-    end: int
-    tokens: int
-    skipped: int
 
 
 @dataclass
@@ -64,15 +48,16 @@ class CompressedCPUBuilder(CPUAttentionMetadataBuilder):
 
     def __init__(self, kv_cache_spec: Any, *args: Any, **kwargs: Any):
         super().__init__(kv_cache_spec, *args, **kwargs)
-        if isinstance(self.vllm_config.additional_config, dict) and (
-            KEY in self.vllm_config.additional_config
-        ):
+        given = self.vllm_config.additional_config
+        if isinstance(given, dict) and KEY in given:
             check_config(self.vllm_config, settings_of(self.vllm_config))
-        if isinstance(kv_cache_spec, CompressedSpec) and self.isa not in LAYOUTS:
-            raise ServingError(
-                f"vLLM packs its CPU cache as {self.isa!r} here, which cannot be compressed yet; "
-                "use float32 or float16 (--dtype), whose layout is not packed"
-            )
+        if isinstance(kv_cache_spec, CompressedSpec):
+            if self.isa not in LAYOUTS:
+                raise ServingError(
+                    f"vLLM packs its CPU cache as {self.isa!r} here, which cannot be compressed "
+                    "yet; use float32 or float16 (--dtype), whose layout is not packed"
+                )
+            self._steps = steps_of(self.vllm_config, kv_cache_spec.settings, self.block_size)
 
     def build(
         self,
@@ -83,43 +68,22 @@ class CompressedCPUBuilder(CPUAttentionMetadataBuilder):
         common, spec = common_attn_metadata, self.kv_cache_spec
         if not isinstance(spec, CompressedSpec):
             return super().build(common_prefix_len, common, fast_build)
-        batch, rows = running.runner_of(self.vllm_config).input_batch, common.num_reqs
-        prompts = batch.num_prompt_tokens_cpu_tensor[:rows].tolist()
-        computed = batch.num_computed_tokens_cpu_tensor[:rows].tolist()
-        ends = common.query_start_loc_cpu[1 : rows + 1].tolist()
-        starts = common.query_start_loc_cpu[:rows].tolist()
-        past, ending = [0] * rows, []
-        for row, (prompt, before) in enumerate(zip(prompts, computed, strict=True)):
-            skipped = spec.settings.skipped_blocks(spec.group, prompt, self.block_size)
-            if skipped == 0:
-                continue
-            after = before + ends[row] - starts[row]
-            if before >= prompt:
-                past[row] = skipped
-            elif after >= prompt:
-                if after > prompt or ends[row] - starts[row] < spec.settings.window:
-                    raise ServingError(
-                        "a step does not end with its prompt or has only a part of its window; "
-                        "start vLLM with the scheduler of pyramidkv (--scheduler-cls)"
-                    )
-                ending.append(EndingPrompt(row, ends[row], prompt, skipped))
-        if any(past):
-            common = _without_heads(common, past, self.block_size)
+        rows, past = self._steps.rows(common)
+        if past is not None:
+            table, lengths = map(torch.empty_like, (common.block_table_tensor, common.seq_lens))
+            shift_tables(
+                common.block_table_tensor,
+                common.seq_lens,
+                past[spec.group],
+                self.block_size,
+                table,
+                lengths,
+            )
+            common = dataclasses.replace(common, block_table_tensor=table, seq_lens=lengths)
         metadata = super().build(common_prefix_len, common, fast_build)
         own = {f.name: getattr(metadata, f.name) for f in dataclasses.fields(metadata)}
+        ending = rows.ending[spec.group]
         return CompressedMetadata(**own, settings=spec.settings, ending=ending)
-
-
-def _without_heads(
-    common: CommonAttentionMetadata, skipped: list[int], block_size: int
-) -> CommonAttentionMetadata:
-    """Return the same batch, each row without its first `skipped` blocks."""
-    table = common.block_table_tensor
-    shift = torch.tensor(skipped, device=table.device)
-    columns = torch.arange(table.shape[1], device=table.device) + shift[:, None]
-    shifted = table.gather(1, columns.clamp_(max=table.shape[1] - 1))
-    lengths = common.seq_lens - (shift * block_size).to(common.seq_lens.dtype)
-    return dataclasses.replace(common, block_table_tensor=shifted, seq_lens=lengths)
 
 
 class CompressedCPUImpl(CPUAttentionBackendImpl):
@@ -140,34 +104,20 @@ class CompressedCPUImpl(CPUAttentionBackendImpl):
         result: Tensor = super().forward(
             layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs
         )
-        if isinstance(attn_metadata, CompressedMetadata):
-            for prompt in attn_metadata.ending:
-                with counting_seconds():
-                    self._compress(query, kv_cache, attn_metadata, prompt)
+        if isinstance(attn_metadata, CompressedMetadata) and attn_metadata.ending:
+            with counting_seconds():
+                self._compress(query, kv_cache, attn_metadata)
         return result
 
-    def _compress(
-        self, query: Tensor, kv_cache: Tensor, metadata: CompressedMetadata, prompt: EndingPrompt
-    ) -> None:
-        settings = metadata.settings
-        assert settings is not None
-        method = settings.compression.method
-        score = method.build_score()
-        assert score is not None
+    def _compress(self, query: Tensor, kv_cache: Tensor, metadata: CompressedMetadata) -> None:
+        assert metadata.settings is not None
         blocks, heads, size, _ = kv_cache.shape
         cache = TransposedKeys(*kv_cache.view(blocks, heads, 2 * size, -1).chunk(2, dim=2))
-        own = metadata.block_table[prompt.row, : -(-prompt.tokens // size)].long()
-        keys = values = cache.gather_keys(own, prompt.tokens)
-        if method.options.value_norm:  # the only thing that reads them
-            values = cache.gather_values(own, prompt.tokens)
-        voters = query[prompt.end - score.query_count(prompt.tokens) : prompt.end]
-        queries = voters.view(len(voters), self.num_heads, self.head_size).transpose(0, 1)[None]
-        softcap = self.logits_soft_cap or None
-        scores = score(queries, keys, values, None, self.scale, softcap)
-        freed = prompt.skipped * size
-        kept = method.options.select(scores, prompt.tokens - freed)
-        heads_of, source, target = pair_slots(kept[0], prompt.tokens, freed)
-        cache.move(heads_of, own, source, target)
+        queries = query.view(len(query), self.num_heads, self.head_size)
+        for prompt in metadata.ending:
+            own = metadata.block_table[prompt.row, : -(-prompt.tokens // size)].long()
+            softcap = self.logits_soft_cap or None
+            compact_prompt(cache, own, queries, prompt, metadata.settings, self.scale, softcap)
 
 
 class CompressedCPUBackend(CPUAttentionBackend):

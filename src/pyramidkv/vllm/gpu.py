@@ -12,12 +12,9 @@ step be replayed all the same, the next one finds out and refuses to go on.
 from __future__ import annotations
 
 import dataclasses
-import functools
-import weakref
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor
 from vllm.config import get_current_vllm_config_or_none
 from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
@@ -28,19 +25,12 @@ from vllm.v1.attention.backends.flash_attn import (
     FlashAttentionMetadataBuilder,
 )
 
-from . import running
 from .blocks import CompressedSpec
-from .checks import check_hook, last_tokens, settings_of
+from .checks import check_hook, settings_of
 from .compaction import Rows
-from .prompts_of_step import (
-    EndingPrompt,
-    ShownTables,
-    StepRows,
-    choose_kept,
-    compact_prompt,
-    split_rows,
-)
+from .prompts_of_step import EndingPrompt, ShownTables, choose_kept, compact_prompt
 from .settings import ServingError, ServingSettings
+from .steps import steps_of
 
 check_hook(
     FlashAttentionMetadataBuilder,
@@ -79,66 +69,6 @@ class CompressedMetadata(FlashAttentionMetadata):
     settings: ServingSettings | None = None
     ending: list[EndingPrompt] = field(default_factory=list)
     unfinished: Unfinished | None = None
-
-
-class Steps:
-    """The rows of the current step, found once for all groups of layers."""
-
-    def __init__(self, vllm_config: Any, settings: ServingSettings, block_size: int):
-        """Prepare for builders whose blocks have `block_size` tokens.
-
-        vLLM may give kernels smaller blocks than it manages; what is freed is counted in its own.
-        """
-        managed = vllm_config.cache_config.block_size
-        if managed % block_size:
-            raise ServingError(
-                f"blocks of {managed} tokens do not consist of the kernel's, of {block_size}; "
-                "give another --block-size"
-            )
-
-        @functools.lru_cache(maxsize=4096)
-        def skipped_of(prompt: int) -> tuple[int, ...]:
-            return tuple(
-                settings.skipped_blocks(group, prompt, managed) * (managed // block_size)
-                for group in range(settings.groups)
-            )
-
-        self._config = weakref.ref(vllm_config)
-        self._skipped_of = skipped_of
-        self._together = last_tokens(vllm_config, settings)
-        self._step: Any = None
-        self._rows: StepRows | None = None
-        self._past: Tensor | None = None
-
-    def rows(self, common: CommonAttentionMetadata) -> tuple[StepRows, Tensor | None]:
-        """Return the rows and, on the device, `[groups, rows]` blocks that are skipped.
-
-        The latter is None where no request is past its prompt.
-        """
-        if self._rows is None or common.query_start_loc_cpu is not self._step:
-            runner = running.runner_of(self._config())
-            prompts, computed, new = running.rows_of(runner, common)
-            rows = split_rows(prompts, computed, new, self._skipped_of, self._together)
-            self._rows, self._past = rows, None
-            if any(any(row) for row in rows.past):
-                device = common.block_table_tensor.device
-                past = torch.tensor(rows.past, pin_memory=device.type == "cuda")
-                self._past = past.to(device, non_blocking=True)
-            self._step = common.query_start_loc_cpu  # one object for all groups of a step
-        return self._rows, self._past
-
-
-_steps: dict[int, tuple[weakref.ref[Any], tuple[int, int], Steps]] = {}
-
-
-def steps_of(vllm_config: Any, settings: ServingSettings, block_size: int) -> Steps:
-    """Return what the builders of a vLLM share."""
-    sizes = block_size, vllm_config.cache_config.block_size
-    config, known, steps = _steps.get(id(vllm_config), (lambda: None, (0, 0), None))
-    if config() is not vllm_config or known != sizes or steps is None:
-        steps = Steps(vllm_config, settings, block_size)
-        _steps[id(vllm_config)] = weakref.ref(vllm_config), sizes, steps
-    return steps
 
 
 class CompressedGPUBuilder(FlashAttentionMetadataBuilder):

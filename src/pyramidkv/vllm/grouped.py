@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from vllm.config import get_layers_from_vllm_config
 from vllm.model_executor.layers.attention import Attention
 from vllm.platforms import current_platform
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
 from vllm.v1.worker.worker_base import WorkerBase
 
 from . import running
 from .blocks import CompressedSpec
-from .checks import check_config, settings_of
+from .checks import check_config, full_layers, settings_of
 from .settings import WORKERS, Device, ServingError
 
 
@@ -50,16 +51,15 @@ class GroupedWorker(WorkerBase):
                 "pyramidkv cannot serve with layers that share another layer's cache; "
                 f"{len(shared)} of this model do"
             )
-        others = {type(s).__name__ for s in specs.values() if type(s) is not FullAttentionSpec}
-        if others:
-            raise ServingError(
-                "pyramidkv serves models whose layers all have full attention; this one has "
-                f"{', '.join(sorted(others))} too, which was not tried yet"
-            )
-        count = self.vllm_config.model_config.get_total_num_hidden_layers()
-        per_group = count // self._settings.groups
+        numbers = full_layers(self.vllm_config)
+        check_specs(specs, numbers)
+        per_group = len(numbers) // self._settings.groups
         return {
-            name: CompressedSpec.of(spec, self._settings, _layer_number(name) // per_group)
+            name: CompressedSpec.of(
+                spec, self._settings, numbers.index(layer_number(name)) // per_group
+            )
+            if type(spec) is FullAttentionSpec
+            else spec
             for name, spec in specs.items()
         }
 
@@ -111,7 +111,37 @@ def check_attention(impls: dict[str, Any], wanted: str) -> None:
             )
 
 
-def _layer_number(name: str) -> int:
+def check_specs(specs: Mapping[str, KVCacheSpec], full: Sequence[int]) -> None:
+    """Refuse layers that are neither compressed nor bounded by a window.
+
+    Args:
+        specs: vLLM's, by layer.
+        full: the numbers of the layers that have full attention, by the model's configuration.
+
+    Raises:
+        ServingError: see above.
+    """
+    kinds = (FullAttentionSpec, SlidingWindowSpec)
+    others = {type(spec).__name__ for spec in specs.values() if type(spec) not in kinds}
+    if others:
+        raise ServingError(
+            "pyramidkv serves models whose layers have full attention or a sliding window; this "
+            f"one has {', '.join(sorted(others))} too, which was not tried yet"
+        )
+    found = [layer_number(name) for name, s in specs.items() if type(s) is FullAttentionSpec]
+    if sorted(found) != list(full):
+        raise ServingError(
+            f"vLLM gives {len(found)} layers of this model full attention, but by its "
+            f"configuration it has {len(full)} of them"
+        )
+
+
+def layer_number(name: str) -> int:
+    """Return the number in a layer's name.
+
+    Raises:
+        ServingError: it has none.
+    """
     found = re.search(r"\.(\d+)\.", name)
     if found is None:
         raise ServingError(f"the layer {name!r} has no number, so it belongs to no group")

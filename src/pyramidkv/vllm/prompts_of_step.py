@@ -11,7 +11,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..selection import select
 from .compaction import BlockedCache, pair_slots
 from .settings import ServingError, ServingSettings
 
@@ -183,7 +182,9 @@ def compact_prompt(
         scale, softcap: of the layer's attention.
     """
     freed = prompt.skipped * cache.block_size
-    keys, values = cache.gather(blocks, prompt.tokens)
+    keys = values = cache.gather_keys(blocks, prompt.tokens)
+    if settings.compression.method.options.value_norm:  # the only thing that reads values
+        values = cache.gather_values(blocks, prompt.tokens)
     own = queries[: prompt.end]
     kept = choose_kept(keys, values, own, prompt.tokens - freed, settings, scale, softcap)
     heads, source, target = pair_slots(kept[0], prompt.tokens, freed)
@@ -208,8 +209,8 @@ def choose_kept(
         settings: the method; scale, softcap: of the layer's attention.
     """
     method = settings.compression.method
-    options, score = method.options, method.build_score()
+    score = method.build_score()
     assert score is not None
     voters = queries[len(queries) - score.query_count(keys.shape[2]) :]
     scores = score(voters.transpose(0, 1)[None], keys, values, None, scale, softcap)
-    return select(scores, count, options.sink_tokens, options.window_size, options.make_pooling())
+    return method.options.select(scores, count)

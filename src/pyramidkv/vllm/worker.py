@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import torch
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 from vllm.v1.worker.cpu_worker import CPUWorker
 
+from . import running
 from .checks import check_hook
 from .grouped import GroupedWorker
-from .seeds import keep_seeds
+from .seeds import SeededCPUModelRunner
 
 register_backend(AttentionBackendEnum.CPU_ATTN, "pyramidkv.vllm.cpu.CompressedCPUBackend")
 
@@ -23,4 +25,5 @@ class CompressedCPUWorker(GroupedWorker, CPUWorker):
 
     def init_device(self) -> None:
         super().init_device()
-        keep_seeds(self.model_runner)
+        self.model_runner = SeededCPUModelRunner(self.vllm_config, torch.device("cpu"))
+        running.remember(self.vllm_config, self.model_runner)
