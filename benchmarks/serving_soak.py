@@ -37,6 +37,8 @@ from servers import PLUGIN, RefusedError, Server, Start
 from soak_answers import Choice, Comparison, choices_of
 
 EVERY_NTH_IS_TOO_LONG = 40
+ALIKE = 20
+"""Requests in a row of which most begin alike."""
 
 
 @dataclass(frozen=True)
@@ -92,14 +94,14 @@ def make_requests(count: int, vocabulary: int, longest: int, new: int, seed: int
         seed: of all.
     """
     source = random.Random(seed)
-    beginnings = [source.choices(range(vocabulary), k=longest) for _ in range(4)]
+    beginnings = [source.choices(range(vocabulary), k=longest) for _ in range(0, count, ALIKE)]
 
     def request(number: int) -> Asked:
         refused = number % EVERY_NTH_IS_TOO_LONG == EVERY_NTH_IS_TOO_LONG - 1
         length = source.randint(1, source.choice([longest, longest // 4]))
         if refused:
             length = longest + new + 1
-        shared = source.choice(beginnings)[: int(length * source.choice([0, 0, 0.5, 0.9, 1]))]
+        shared = beginnings[number // ALIKE][: int(length * source.choice([0, 0.5, 0.9, 1]))]
         sampled, leaves = source.random() < 0.4, source.random() < 0.25
         return Asked(
             prompt=shared + source.choices(range(vocabulary), k=length - len(shared)),
@@ -241,8 +243,11 @@ def soak(server: Server, quiet: Server, requests: list[Asked], **bounds: Any) ->
     begun, before = time.monotonic(), server.metrics()
     stormy = asyncio.run(storm(server, requests, priorities=True, **bounds))
     seconds = time.monotonic() - begun
-    faults = stormy.faults + asyncio.run(come_to_rest(server)) + logged_errors(server)
-    after = server.metrics()
+    try:
+        held, after = asyncio.run(come_to_rest(server)), server.metrics()
+    except (aiohttp.ClientError, OSError, RefusedError) as gone:
+        held, after = [f"the server does not answer any more: {gone!r}"], before
+    faults = stormy.faults + held + logged_errors(server)
     counted = {
         "preemptions": "vllm:num_preemptions_total",
         "prefix_cache_hits": "vllm:prefix_cache_hits_total",
