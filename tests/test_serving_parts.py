@@ -322,6 +322,16 @@ def test_what_a_pool_holds_is_told_in_lines():
         )
 
 
+def test_layers_with_a_window_count_as_what_they_hold():
+    settings = read_settings({"budget": 128, "groups": 4}, 8)
+    alone, beside = (
+        capacity_lines(settings, 32, 1000, 4096, windows)[-1] for windows in ((), (512, 8192))
+    )
+    full, left = 4 * 128, sum(settings.kept(4096, 32)) // 32
+    for line, more in ((alone, 0), (beside, 17 + 128)):  # the window in blocks, and one more
+        assert f"{full + more:,} blocks while it is processed, {left + more:,} after" in line
+
+
 def test_these_parts_need_neither_vllm_nor_torch_for_counts():
     code = (
         "import sys, pyramidkv.vllm.settings, pyramidkv.vllm.chunks, pyramidkv.vllm.checks; "

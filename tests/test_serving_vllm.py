@@ -19,6 +19,7 @@ import gc
 import json
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -381,6 +382,13 @@ def test_seeds_hold_whether_prompts_take_steps_or_are_computed_anew(serve, optio
 def test_what_cannot_be_served_is_refused_at_the_start(serve, given, options, message):
     with pytest.raises(Exception, match=message):
         serve(given, **options)
+
+
+def test_prompts_that_grow_are_refused(serve):
+    scheduler = serve().llm_engine.engine_core.engine_core.scheduler
+    with pytest.raises(ServingError, match="cannot serve streaming sessions \\(request one\\)"):
+        scheduler.add_request(SimpleNamespace(request_id="one", resumable=True))
+    assert not scheduler.requests
 
 
 def test_without_settings_it_says_so():

@@ -8,12 +8,13 @@ from vllm.logger import init_logger
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_cache_interface import SlidingWindowSpec
 from vllm.v1.request import Request
 
 from .checks import check_config, check_hook, check_scheduler, last_tokens, settings_of
 from .chunks import end_chunk
 from .metrics import count_prompt
-from .settings import capacity_lines
+from .settings import ServingError, capacity_lines
 
 logger = init_logger("vllm.pyramidkv")
 
@@ -21,6 +22,7 @@ for _scheduler in (Scheduler, AsyncScheduler):
     check_hook(
         _scheduler, "_reserve_prefill_lookahead", "request", "num_computed_tokens", "num_new_tokens"
     )
+    check_hook(_scheduler, "add_request", "request")
     check_hook(_scheduler, "_preempt_request", "request")
     check_hook(_scheduler, "_update_after_schedule", "scheduler_output")
 
@@ -36,8 +38,18 @@ class CompressedScheduler(Scheduler):
         super().__init__(vllm_config, *args, **kwargs)
         blocks = self.kv_cache_manager.block_pool.num_gpu_blocks - 1  # one is the null block
         longest = vllm_config.model_config.max_model_len
-        for line in capacity_lines(self._settings, self.block_size, blocks, longest):
+        specs = [group.kv_cache_spec for group in self.kv_cache_config.kv_cache_groups]
+        windows = [spec.sliding_window for spec in specs if isinstance(spec, SlidingWindowSpec)]
+        for line in capacity_lines(self._settings, self.block_size, blocks, longest, windows):
             logger.info("%s", line)
+
+    def add_request(self, request: Request) -> None:
+        if request.resumable:
+            raise ServingError(
+                f"pyramidkv cannot serve streaming sessions (request {request.request_id}), whose "
+                "prompt grows after it was compressed; start vLLM without it for those"
+            )
+        super().add_request(request)
 
     def _evicts(self, request: Request) -> bool:
         return self._settings.freed_blocks(request.num_prompt_tokens, self.block_size) > 0

@@ -7,7 +7,7 @@ nothing has to be sent between them. No torch, no vLLM.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Literal
@@ -192,7 +192,11 @@ def choose_groups(layers: int, groups: int | None, compression: Compression) -> 
 
 
 def capacity_lines(
-    settings: ServingSettings, block_size: int, blocks: int, longest: int
+    settings: ServingSettings,
+    block_size: int,
+    blocks: int,
+    longest: int,
+    windows: Sequence[int] = (),
 ) -> list[str]:
     """Return what a pool of blocks holds, full and compressed, in lines for people.
 
@@ -201,6 +205,7 @@ def capacity_lines(
         block_size: tokens of a block.
         blocks: in the pool, of all groups together.
         longest: the most tokens of a request.
+        windows: tokens that further groups of layers see, which are not compressed.
     """
     compression, groups = settings.compression, settings.groups
     amount = "" if compression.budget is None else f" {compression.budget:,}"
@@ -210,7 +215,9 @@ def capacity_lines(
     ]
     lengths = sorted({length for length in (2048, 8192, 32768) if length < longest} | {longest})
     for length in lengths:
-        full = groups * -(-length // block_size)
+        whole = -(-length // block_size)
+        full = groups * whole
+        full += sum(min(whole, -(-window // block_size) + 1) for window in windows)
         freed = settings.freed_blocks(length, block_size)
         lines.append(
             f"pyramidkv: a prompt of {length:,} tokens: {full:,} blocks while it is processed, "
