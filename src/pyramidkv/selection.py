@@ -72,7 +72,8 @@ def select(scores: Tensor, budget: int, sinks: int, window: int, pooling: Poolin
     if budget >= tokens:
         return torch.arange(tokens, device=device).expand(batch, kv_heads, tokens)
     own = scores[..., sinks : tokens - window]
-    chosen = _top_indices(pooling(own), own, budget - sinks - window) + sinks
+    count = budget - sinks - window
+    chosen = marked_places(mark_best(joint_rank(pooling(own), own), count), count) + sinks
     first = torch.arange(sinks, device=device).expand(batch, kv_heads, sinks)
     last = torch.arange(tokens - window, tokens, device=device).expand(batch, kv_heads, window)
     return torch.cat([first, chosen, last], dim=-1)
@@ -94,33 +95,47 @@ def order(scores: Tensor, sinks: int, window: int, pooling: Pooling) -> Tensor:
     if sinks + window >= tokens:
         return every
     own = scores[..., sinks : tokens - window]
-    rank = _rank(pooling(own), own).flip(-1)  # so that a stable sort puts the later token first
+    rank = joint_rank(pooling(own), own).flip(-1)  # a stable sort then puts later tokens first
     best = own.shape[-1] - 1 - rank.sort(dim=-1, descending=True, stable=True).indices
     return torch.cat([every[..., :sinks], every[..., tokens - window :], best + sinks], dim=-1)
 
 
-def _top_indices(primary: Tensor, secondary: Tensor, count: int) -> Tensor:
-    """Return the `count` best positions of the last dimension, ascending.
+def mark_best(rank: Tensor, count: int) -> Tensor:
+    """Mark the `count` best of the last dimension: largest rank first, then the later place.
 
-    Order is by `primary`, then `secondary`, then the later position. `torch.topk` alone settles
-    ties differently from run to run and device to device, so it only finds the threshold here.
+    `torch.topk` alone settles ties differently from run to run and device to device, so it only
+    finds the threshold here.
+
+    Args:
+        rank: int64 `[..., places]`, as `joint_rank` makes it.
+        count: at most `places`.
+
+    Returns:
+        bool `[..., places]`, True `count` times.
     """
     if count == 0:
-        return primary.new_empty((*primary.shape[:-1], 0), dtype=torch.int64)
-    rank = _rank(primary, secondary)
+        return torch.zeros_like(rank, dtype=torch.bool)
     threshold = rank.topk(count, dim=-1, sorted=False).values.amin(-1, keepdim=True)
     above = rank > threshold
     tied = rank == threshold
     wanted = count - above.sum(-1, keepdim=True)
     later_ties = tied.sum(-1, keepdim=True) - tied.cumsum(-1)
-    chosen = above | (tied & (later_ties < wanted))
-    slots = torch.where(chosen, chosen.cumsum(-1) - 1, count)  # the last slot takes the rest
-    positions = torch.arange(primary.shape[-1], device=primary.device).expand_as(slots)
-    result = positions.new_empty((*primary.shape[:-1], count + 1))
-    return result.scatter_(-1, slots, positions)[..., :count]
+    return above | (tied & (later_ties < wanted))
 
 
-def _rank(primary: Tensor, secondary: Tensor) -> Tensor:
+def marked_places(marks: Tensor, count: int) -> Tensor:
+    """Return where bool `[..., places]` is True, `count` times in each row, without a wait for it.
+
+    Returns:
+        int64 `[..., count]`, ascending.
+    """
+    slots = torch.where(marks, marks.cumsum(-1) - 1, count)  # the last slot takes the rest
+    places = torch.arange(marks.shape[-1], device=marks.device).expand_as(slots)
+    result = places.new_empty((*marks.shape[:-1], count + 1))
+    return result.scatter_(-1, slots, places)[..., :count]
+
+
+def joint_rank(primary: Tensor, secondary: Tensor) -> Tensor:
     """Return one int64 per token that orders by `primary`, then by `secondary`."""
     return (_as_integer(primary) << 32) + (_as_integer(secondary) + 2**31)
 
