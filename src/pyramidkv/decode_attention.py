@@ -1,0 +1,264 @@
+"""Attention of new queries over what a cache holds, dense or ragged, without repeating KV heads.
+
+The query heads that share a KV head are further queries to it. A ragged cache is read where it
+lies, segment by segment; what its flat part and its tail give is merged by the logarithms of their
+softmax sums, so that it is one softmax over both. Logits are float32 throughout.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from .ragged import RaggedStorage
+from .scores import workspace_bytes
+
+SPLIT_ROWS = 1024
+"""Rows of a segment that are worth a thread of their own, on a CPU."""
+
+
+def attend(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    scale: float,
+    softcap: float | None = None,
+    visible: Tensor | None = None,
+) -> Tensor:
+    """Return the attention of the last `n` rows' queries over a dense cache.
+
+    Args:
+        queries: `[batch, query_heads, n, head_dim]`; they see each other causally, and every row
+            before.
+        keys, values: `[batch, kv_heads, rows, head_dim]`, the new tokens' rows included.
+        scale, softcap: of the attention logits.
+        visible: bool `[batch, rows]` or `[batch, kv_heads, rows]`, which rows are real; None if
+            all are.
+
+    Returns:
+        `[batch, query_heads, n, head_dim]`; zero for a query that sees nothing.
+    """
+    mask = _mask(queries, keys, visible)
+    part = _attend(_grouped(queries, keys.shape[1]), keys, values, scale, softcap, mask)
+    return part.output.to(queries.dtype).reshape(*queries.shape[:3], -1)
+
+
+def attend_ragged(
+    queries: Tensor, storage: RaggedStorage, scale: float, softcap: float | None = None
+) -> Tensor:
+    """Return the attention of the tail's last `n` rows' queries over a ragged cache.
+
+    Takes and returns what `attend` does, the storage in place of dense states.
+
+    Raises:
+        ValueError: there are more queries than rows in the tail.
+    """
+    new, tail = queries.shape[2], storage.tail
+    if new > tail.rows:
+        raise ValueError(
+            f"{new} queries were given, but only {tail.rows} rows follow the prompt; append the "
+            "new tokens' states first"
+        )
+    grouped = _grouped(queries, storage.kv_heads)
+    part = _attend_segments(grouped, storage, scale, softcap)
+    mask = _mask(queries, tail.keys, tail.visible())
+    part = part.merge(_attend(grouped, tail.keys, tail.values, scale, softcap, mask))
+    return part.output.to(queries.dtype).reshape(*queries.shape[:3], -1)
+
+
+def attend_reference(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    scale: float,
+    softcap: float | None = None,
+    visible: Tensor | None = None,
+) -> Tensor:
+    """Return what `attend` returns, as one masked softmax in float32.
+
+    For a ragged cache, give it `RaggedStorage.dense()`.
+    """
+    batch, heads, new, _ = queries.shape
+    kv_heads, rows = keys.shape[1:3]
+    grouped = queries.float().view(batch, kv_heads, heads // kv_heads, new, -1)
+    logits = torch.einsum("bhgqd,bhkd->bhgqk", grouped, keys.float()) * scale
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    mask = torch.ones((new, rows), dtype=torch.bool, device=keys.device).tril(rows - new)
+    if visible is not None:
+        by_head = visible if visible.ndim == 3 else visible[:, None]
+        mask = mask & by_head[:, :, None, None]
+    weights = logits.masked_fill(~mask, float("-inf")).softmax(-1)
+    weights = weights.masked_fill(~mask.any(-1, keepdim=True), 0.0)
+    output = torch.einsum("bhgqk,bhkd->bhgqd", weights, values.float())
+    return output.flatten(1, 2).to(queries.dtype)
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Attention over some of the keys.
+
+    Attributes:
+        output: `[batch, kv_heads, queries, head_dim]`, as if there were no other keys.
+        log_sum: float32 `[batch, kv_heads, queries]`, the logarithm of the softmax's sum; minus
+            infinity, and an output of zero, where nothing is seen.
+    """
+
+    output: Tensor
+    log_sum: Tensor
+
+    @classmethod
+    def nothing(cls, queries: Tensor, values: Tensor) -> _Part:
+        output = queries.new_zeros((*queries.shape[:3], values.shape[-1]), dtype=torch.float32)
+        return cls(output, output.new_full(queries.shape[:3], float("-inf")))
+
+    def merge(self, other: _Part) -> _Part:
+        """Return the attention over the keys of both."""
+        share = torch.sigmoid((other.log_sum - self.log_sum).nan_to_num(0.0))  # both see nothing
+        output = self.output.float().lerp(other.output.float(), share[..., None])
+        return _Part(output, torch.logaddexp(self.log_sum, other.log_sum))
+
+
+def _grouped(queries: Tensor, kv_heads: int) -> Tensor:
+    """Return the queries of each KV head, `[batch, kv_heads, query heads of it * n, head_dim]`."""
+    batch, heads, new, head_dim = queries.shape
+    return queries.reshape(batch, kv_heads, heads // kv_heads * new, head_dim)
+
+
+def _mask(queries: Tensor, keys: Tensor, visible: Tensor | None) -> Tensor | None:
+    """Return which keys each grouped query sees, bool `[batch or 1, kv_heads or 1, queries, rows]`.
+
+    None if every query sees every key.
+    """
+    heads, new = queries.shape[1:3]
+    kv_heads, rows = keys.shape[1:3]
+    if visible is not None:
+        visible = visible[:, None, None] if visible.ndim == 2 else visible[:, :, None]
+    if new == 1:
+        return None if visible is None else visible.expand(-1, -1, heads // kv_heads, -1)
+    mask = torch.ones((new, rows), dtype=torch.bool, device=keys.device).tril_(rows - new)
+    mask = mask.repeat(heads // kv_heads, 1)[None, None]
+    return mask if visible is None else mask & visible
+
+
+def _attend_segments(
+    queries: Tensor, storage: RaggedStorage, scale: float, softcap: float | None
+) -> _Part:
+    """Return the attention over the flat part: each head of each row over its segment of it."""
+    bounds = storage.bounds()
+    lengths = [end - start for start, end in pairwise(bounds)]
+    segments = zip(
+        queries.flatten(0, 1)[:, None, None].unbind(),
+        storage.keys[None, None].split(lengths, dim=2),
+        storage.values[None, None].split(lengths, dim=2),
+        strict=True,
+    )
+    parts = [_attend_segment(*segment, scale, softcap) for segment in segments]
+    size = queries.shape[:3]
+    return _Part(
+        torch.cat([part.output for part in parts]).view(*size, -1),
+        torch.cat([part.log_sum for part in parts]).view(size),
+    )
+
+
+def _attend_segment(
+    queries: Tensor, keys: Tensor, values: Tensor, scale: float, softcap: float | None
+) -> _Part:
+    """Return the attention over one segment, `[1, 1, rows, head_dim]`, a part to each thread."""
+    rows = keys.shape[2]
+    pieces = 1
+    if keys.device.type == "cpu":
+        pieces = min(torch.get_num_threads(), rows // SPLIT_ROWS)
+    if pieces <= 1:
+        return _attend(queries, keys, values, scale, softcap)
+    end = rows // pieces * pieces
+    split = _attend(
+        queries.expand(pieces, -1, -1, -1),
+        keys[:, :, :end].view(pieces, 1, end // pieces, -1),
+        values[:, :, :end].view(pieces, 1, end // pieces, -1),
+        scale,
+        softcap,
+    )
+    shares = split.log_sum.softmax(0)[..., None]
+    output = (split.output.float() * shares).sum(0, keepdim=True)
+    part = _Part(output, split.log_sum.logsumexp(0, keepdim=True))
+    if end == rows:
+        return part
+    return part.merge(_attend(queries, keys[:, :, end:], values[:, :, end:], scale, softcap))
+
+
+def _attend(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    scale: float,
+    softcap: float | None,
+    mask: Tensor | None = None,
+) -> _Part:
+    """Return the attention of `[batch, kv_heads, queries, head_dim]` over keys of as many heads."""
+    if keys.shape[2] == 0:
+        return _Part.nothing(queries, values)
+    if softcap is None and _has_kernel(queries, keys, values):
+        additive = None
+        if mask is not None:
+            additive = torch.zeros(mask.shape, device=keys.device)
+            additive.masked_fill_(~mask, float("-inf"))
+        part = _Part(
+            *torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+                queries, keys, values, attn_mask=additive, scale=scale
+            )
+        )
+        return part if mask is None else _without_blind(part, mask)
+    return _attend_in_blocks(queries, keys, values, scale, softcap, mask)
+
+
+def _has_kernel(queries: Tensor, keys: Tensor, values: Tensor) -> bool:
+    """Say whether torch's fused kernel for CPUs takes these; it gives out its softmax's sums."""
+    return (
+        keys.device.type == "cpu"
+        and queries.dtype == keys.dtype
+        and keys.dtype in (torch.float32, torch.bfloat16, torch.float16)
+        and keys.shape[3] == values.shape[3]
+        and hasattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu")
+    )
+
+
+def _without_blind(part: _Part, mask: Tensor) -> _Part:
+    """Return a part with nothing in it for queries that see nothing."""
+    blind = ~mask.any(-1)
+    output = part.output.masked_fill(blind[..., None], 0.0)
+    return _Part(output, part.log_sum.masked_fill(blind, float("-inf")))
+
+
+def _attend_in_blocks(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    scale: float,
+    softcap: float | None,
+    mask: Tensor | None,
+) -> _Part:
+    """Do the work of `_attend`, in float32, with a bounded number of keys at once."""
+    batch, kv_heads, count, head_dim = queries.shape
+    row_bytes = 4 * batch * kv_heads * max(count, head_dim)
+    step = max(1, workspace_bytes(keys.device) // row_bytes)
+    scaled = queries.float() * scale
+    part = None
+    for start in range(0, keys.shape[2], step):
+        rows = slice(start, start + step)
+        logits = scaled @ keys[:, :, rows].float().mT
+        if softcap is not None:
+            logits.div_(softcap).tanh_().mul_(softcap)
+        if mask is not None:
+            logits.masked_fill_(~mask[..., rows], float("-inf"))
+        log_sum = logits.logsumexp(-1)
+        weights = logits.sub_(log_sum[..., None]).exp_()
+        block = _Part(weights @ values[:, :, rows].float(), log_sum)
+        if mask is not None:
+            block = _without_blind(block, mask[..., rows])
+        part = block if part is None else part.merge(block)
+    assert part is not None
+    return part
