@@ -88,7 +88,7 @@ def test_a_ragged_cache_equals_the_reference_on_its_dense_form(model, data):
     row = st.lists(st.sampled_from(LENGTHS), min_size=kv_heads, max_size=kv_heads)
     lengths = data.draw(st.lists(row, min_size=batch, max_size=batch))
     storage = ragged(lengths, size, dtype, data.draw)
-    earlier = data.draw(st.integers(0, 70))
+    earlier = data.draw(st.sampled_from([0, 0, 1, 70]))
     for count in filter(None, (earlier, new)):
         states = (
             random_states(data.draw, batch, kv_heads, count, size, dtype=dtype) for _ in range(2)
@@ -167,6 +167,17 @@ def test_a_query_that_sees_nothing_gets_zeros():
     result = attend_ragged(torch.randn(1, 2, 2, 64), storage, 1.0)
     assert not result[:, :, 0].any()
     torch.testing.assert_close(result[0, :, 1], storage.tail.values[0, :, 1])
+
+
+def test_a_query_that_sees_nothing_of_the_tail_sees_the_prompt():
+    storage = ragged([[5, 0]], 64, torch.float32, _seeded())
+    storage.append(*(torch.randn(1, 2, 2, 64) for _ in range(2)))
+    storage.mark_padding(2, [0])
+    queries = torch.randn(1, 2, 2, 64)
+    result = attend_ragged(queries, storage, 0.1)
+    expected = (queries[0, 0] @ storage.keys.T * 0.1).softmax(-1) @ storage.values
+    torch.testing.assert_close(result[0, 0], expected)
+    assert not result[0, 1].any()
 
 
 def test_more_queries_than_rows_that_follow_are_refused():
