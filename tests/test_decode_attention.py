@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 
 from pyramidkv import decode_attention
 from pyramidkv.decode_attention import attend, attend_ragged, attend_reference
-from pyramidkv.head_selection import HeadSelection
+from pyramidkv.head_selection import HeadSelection, select_adaptive
 from pyramidkv.ragged import RaggedStorage
+from pyramidkv.selection import Pooling
 
 LENGTHS = [0, 1, 2, 5, 31, 64, 100, 700]
 
@@ -178,6 +179,27 @@ def test_a_query_that_sees_nothing_of_the_tail_sees_the_prompt():
     expected = (queries[0, 0] @ storage.keys.T * 0.1).softmax(-1) @ storage.values
     torch.testing.assert_close(result[0, 0], expected)
     assert not result[0, 1].any()
+
+
+def test_what_heads_compete_for_is_what_is_attended_to():
+    """Left-padded rows, chosen, stored and read, against a mask on the states as they came."""
+    torch.manual_seed(1)
+    lengths, columns, new = [40, 25], 40, 2
+    keys, values = torch.randn(2, 2, 3, columns + new, 64)
+    selections, visible = [], torch.zeros(2, 3, columns + new, dtype=torch.bool)
+    visible[:, :, columns:] = True
+    for row, length in enumerate(lengths):
+        scores = torch.rand(1, 3, length) ** torch.tensor([1, 2, 8])[:, None]
+        chosen = select_adaptive(scores, length, 1, 2, Pooling("max", 3), 0.2)
+        selections.append(chosen)
+        visible[row, chosen.heads[0], chosen.indices[0] + columns - length] = True
+    assert selections[0].counts.min() < selections[0].counts.max()
+    prompt = slice(0, columns)
+    storage = RaggedStorage.gather(keys[:, :, prompt], values[:, :, prompt], selections, lengths)
+    storage.append(keys[:, :, columns:], values[:, :, columns:])
+    queries = torch.randn(2, 12, new, 64)
+    expected = attend_reference(queries, keys, values, 0.125, None, visible)
+    close(attend_ragged(queries, storage, 0.125), expected)
 
 
 def test_more_queries_than_rows_that_follow_are_refused():
