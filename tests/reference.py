@@ -137,11 +137,56 @@ class Reference:
         self.alive[layer], self.queries[layer], self.sums[layer] = alive, query_all, sums
         if self.event:
             for row in range(batch):
+                given = layer, full, row
+                if self.compression.method.options.head_floor is not None:
+                    self._evict_by_head(*given, key, value, scaling, softcap)
+                    continue
                 for head in range(kv_heads):
-                    self._evict(layer, full, row, head, key, value, scaling, softcap)
+                    self._evict(*given, head, key, value, scaling, softcap)
         return _output(weights, value), None
 
     def _evict(self, layer, full, row, head, key, value, scaling, softcap) -> None:
+        keepable, votes, budget = self._votes(layer, full, row, head, key, scaling, softcap)
+        positions = choose(
+            self.compression.method.name,
+            self.compression.method.options,
+            votes[:, : len(keepable)],
+            value[row, head, keepable],
+            budget,
+        )
+        self._keep(layer, row, head, keepable[positions])
+
+    def _keep(self, layer, row, head, columns) -> None:
+        alive = torch.zeros_like(self.alive[layer][row, head])
+        alive[columns] = True
+        self.alive[layer][row, head] = alive
+
+    def _evict_by_head(self, layer, full, row, key, value, scaling, softcap) -> None:
+        """Let the heads of a layer compete: each keeps its floor, the rest goes to the best."""
+        options = self.compression.method.options
+        first, window = options.sink_tokens, options.window_size
+        orders, kept, columns, budget = [], [], None, 0
+        for head in range(key.shape[1]):
+            columns, votes, budget = self._votes(layer, full, row, head, key, scaling, softcap)
+            votes = votes[:, : len(columns)]
+            ranked = ranking(options, votes, value[row, head, columns])
+            orders.append([(*rank, -head) for rank in ranked])
+        length, heads = len(columns), key.shape[1]
+        spare = heads * (budget - first - window)
+        floor = int(options.head_floor * spare / heads + 1e-9)
+        last = length - window
+        for order in orders:
+            best = range(length) if budget >= length else [place for *_, place, _ in order[:floor]]
+            kept.append({*best, *range(first), *range(last, length)})
+        if budget < length:
+            rest = sorted((entry for order in orders for entry in order[floor:]), reverse=True)
+            for *_, place, head in rest[: spare - heads * floor]:
+                kept[-head].add(place)
+        for head in range(heads):
+            self._keep(layer, row, head, columns[sorted(kept[head])])
+
+    def _votes(self, layer, full, row, head, key, scaling, softcap):
+        """Return the columns that may stay, votes `[group, columns]`, and how many stay."""
         alive = self.alive[layer][row, head]
         columns = alive.nonzero()[:, 0]
         real = self.mask[row].nonzero()[:, 0]
@@ -157,31 +202,17 @@ class Reference:
         options = self.compression.method.options
         group = self.queries[layer].shape[1] // key.shape[1]
         if self.compression.method.name == "h2o":
-            votes = self.sums[layer][row, head][:, columns]
-        else:
-            voters = real[len(real) - min(options.window_size, len(real)) :]
-            heads = slice(head * group, (head + 1) * group)
-            logits = (
-                self.queries[layer][row, heads][:, voters] @ key[row, head, columns].T * scaling
-            )
-            if softcap is not None:
-                logits = softcap * torch.tanh(logits / softcap)
-            future = columns[None, :] > voters[:, None]
-            weights = logits.masked_fill(future, float("-inf")).softmax(-1)
-            if options.window_reduce == "max" and len(voters):
-                votes = weights.amax(1)
-            else:
-                votes = weights.mean(1)
-        positions = choose(
-            self.compression.method.name,
-            options,
-            votes[:, : len(keepable)],
-            value[row, head, keepable],
-            budget,
-        )
-        alive = torch.zeros_like(alive)
-        alive[keepable[positions]] = True
-        self.alive[layer][row, head] = alive
+            return keepable, self.sums[layer][row, head][:, columns], budget
+        voters = real[len(real) - min(options.window_size, len(real)) :]
+        heads = slice(head * group, (head + 1) * group)
+        logits = self.queries[layer][row, heads][:, voters] @ key[row, head, columns].T * scaling
+        if softcap is not None:
+            logits = softcap * torch.tanh(logits / softcap)
+        future = columns[None, :] > voters[:, None]
+        weights = logits.masked_fill(future, float("-inf")).softmax(-1)
+        if options.window_reduce == "max" and len(voters):
+            return keepable, weights.amax(1), budget
+        return keepable, weights.mean(1), budget
 
     def _renumbered(self, key: Tensor, kept: Tensor) -> Tensor:
         """Turn the kept prompt keys back to position 0 and on to their new positions."""
@@ -230,20 +261,26 @@ def choose(name: str, options: Options, votes: Tensor, values: Tensor, budget: i
     length = votes.shape[-1]
     if name == "full" or budget >= length:
         return list(range(length))
-    if name.startswith("streamingllm"):
-        scores = [float(i) for i in range(length)]
-    else:
-        combined = votes.amax(0) if options.group_reduce == "max" else votes.mean(0)
-        if options.value_norm:
-            combined = combined * values.norm(dim=-1)
-        scores = combined.tolist()
     first, last = options.sink_tokens, length - options.window_size
+    if name.startswith("streamingllm"):
+        order = list(range(last - 1, first - 1, -1))
+    else:
+        order = [place for *_, place in ranking(options, votes, values)]
+    chosen = order[: budget - options.sink_tokens - options.window_size]
+    return sorted([*range(first), *chosen, *range(last, length)])
+
+
+def ranking(options: Options, votes: Tensor, values: Tensor) -> list[tuple[float, float, int]]:
+    """Return what may go of one KV head, best first: pooled score, own score, position."""
+    combined = votes.amax(0) if options.group_reduce == "max" else votes.mean(0)
+    if options.value_norm:
+        combined = combined * values.norm(dim=-1)
+    scores = combined.tolist()
+    first, last = options.sink_tokens, len(scores) - options.window_size
     half = options.kernel_size // 2
 
     def pooled(i: int) -> float:
         near = scores[max(first, i - half) : min(last, i + half + 1)]
         return max(near) if options.pooling == "max" else sum(near) / len(near)
 
-    order = sorted(range(first, last), key=lambda i: (pooled(i), scores[i], i), reverse=True)
-    chosen = order[: budget - options.sink_tokens - options.window_size]
-    return sorted([*range(first), *chosen, *range(last, length)])
+    return sorted(((pooled(i), scores[i], i) for i in range(first, last)), reverse=True)

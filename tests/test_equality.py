@@ -11,6 +11,7 @@ import pyramidkv
 from pyramidkv.compression import Compression, make_compression
 
 STEPS = 20
+WINDOWED, COMPETING = ("pyramidkv", "snapkv"), ("adakv", "pyramidkv-ada")
 # transformers has no sdpa with the softcap of Gemma 2
 PAIRS = [
     (architecture, attention)
@@ -61,8 +62,8 @@ def assert_same(
 def small(name: str, budget: int = 20, **options) -> Compression:
     if name == "full":
         return make_compression("full")
-    sizes = {"kernel_size": 5} if name in ("pyramidkv", "snapkv") else {}
-    if name in ("pyramidkv", "snapkv", "h2o"):
+    sizes = {"kernel_size": 5} if name in (*WINDOWED, *COMPETING) else {}
+    if name in (*WINDOWED, *COMPETING, "h2o"):
         sizes["window_size"] = 6
     return make_compression(name, budget, **{**sizes, **options})
 
@@ -89,6 +90,11 @@ def test_logits_equal_a_masked_dense_reference(architecture, attention, lengths)
         ("pyramidkv-paper", {}),
         ("pyramidkv-official", {}),
         ("pyramidkv", {"allocation": "power", "gamma": 2.0}),
+        ("adakv", {}),
+        ("adakv", {"head_floor": 0.0, "value_norm": True}),
+        ("adakv", {"head_floor": 1, "group_reduce": "mean"}),
+        ("adakv", {"allocation": "power", "gamma": 2.0}),
+        ("pyramidkv-ada", {"head_floor": 0.5, "pooling": "avg"}),
     ],
 )
 def test_every_method_equals_the_reference(method, options, lengths):

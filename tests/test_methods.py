@@ -21,6 +21,8 @@ def test_every_method_of_the_field_is_there():
         "h2o",
         "snapkv",
         "pyramidkv",
+        "adakv",
+        "pyramidkv-ada",
         "snapkv-paper",
         "pyramidkv-paper",
         "pyramidkv-official",

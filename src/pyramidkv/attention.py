@@ -69,15 +69,19 @@ def _make_attention(base: str) -> AttentionFunction:
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
         run = _base_function(base, module)
+        output: tuple[Tensor, Tensor | None]
         layer: CompressedLayer | None = getattr(key, LAYER_TAG, None)
         if layer is None:
             return run(module, query, key, value, attention_mask, **kwargs)
         visible = layer.visible(key, attention_mask, _valid_tokens)
-        if not layer.at_start:
-            attention_mask = _step_mask(base, visible, key, query.shape[2])
-        output = run(module, query, key, value, attention_mask, **kwargs)
-        scale = kwargs.get("scaling") or query.shape[-1] ** -0.5
-        layer.finish(query, key, value, scale, kwargs.get("softcap"))
+        scale, softcap = kwargs.get("scaling") or query.shape[-1] ** -0.5, kwargs.get("softcap")
+        if layer.attends:
+            output = layer.attend(query, scale, softcap).transpose(1, 2).contiguous(), None
+        else:
+            if not layer.at_start:
+                attention_mask = _step_mask(base, visible, key, query.shape[2])
+            output = run(module, query, key, value, attention_mask, **kwargs)
+        layer.finish(query, key, value, scale, softcap)
         return output
 
     return attention

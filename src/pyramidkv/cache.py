@@ -20,6 +20,8 @@ from .measured_layer import MeasuredLayer
 from .methods import METHODS, Method
 from .model_shape import layers_to_compress
 from .plan import INTERRUPTED, CachePlan, Observer
+from .ragged import RaggedStorage
+from .ragged_layer import RaggedLayer
 from .rotary import key_frequencies
 from .storage import RowStorage
 from .support import check_model
@@ -167,6 +169,8 @@ class CompressedCache(Cache):
             if compression.measured:
                 layers[layer_index] = MeasuredLayer(index, self._plan, list(measured))
                 measured.append(layers[layer_index])
+            elif compression.method.options.head_floor is not None:
+                layers[layer_index] = RaggedLayer(index, self._plan)
             else:
                 layers[layer_index] = CompressedLayer(index, self._plan)
         super().__init__(layers=layers)
@@ -370,7 +374,8 @@ class CompressedCache(Cache):
             held = {}
             for name, shape in shapes.items():
                 tensor = held[name] = remaining.pop(f"layers.{index}.{name}")
-                kinds = {"positions": torch.int32, "sums": torch.float32}
+                kinds = dict.fromkeys(("positions", "counts"), torch.int32)
+                kinds["sums"] = torch.float32
                 if tensor.shape != shape or tensor.dtype != kinds.get(name, self._dtype):
                     raise ValueError(f"the {name} of layer {index} have another shape or type")
             if isinstance(layer, CompressedLayer):
@@ -386,19 +391,24 @@ class CompressedCache(Cache):
     def adopt(
         self,
         schedules: list[list[int]],
-        storages: Sequence[RowStorage],
-        positions: Sequence[Tensor],
+        parts: Sequence[tuple[RowStorage, Tensor] | RaggedStorage],
     ) -> None:
         """Hold, as the rows of a batch, different parts of the one prompt that was processed.
 
         Args:
             schedules: tokens that each row keeps, per full-attention layer.
-            storages, positions: of each full-attention layer: see `CompressedLayer.adopt`.
+            parts: of each full-attention layer, all rows' tokens: see `CompressedLayer.adopt`; or
+                of heads that keep different numbers of them.
         """
         self.reorder_cache(torch.zeros(len(schedules), dtype=torch.long))
         self._plan.adopt(schedules)
-        for layer, storage, where in zip(self.compressed_layers, storages, positions, strict=True):
-            layer.adopt(storage, where)
+        indices = [i for i, layer in enumerate(self.layers) if isinstance(layer, CompressedLayer)]
+        for index, part in zip(indices, parts, strict=True):
+            layer: Any = self.layers[index]
+            if isinstance(part, RaggedStorage):
+                self.layers[index] = RaggedLayer.holding(layer.index, self._plan, part)
+            else:
+                layer.adopt(*part)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last `-tokens_to_remove` tokens, if they came after the prompt."""
@@ -458,6 +468,8 @@ def _let_go_of_the_rest(layer: Any) -> None:
 
 
 def _stored_bytes(layer: Any) -> int:
+    if isinstance(layer, CompressedLayer):
+        return layer.stored_bytes
     tensors = getattr(layer, "keys", None), getattr(layer, "values", None)
     return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 

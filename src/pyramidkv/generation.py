@@ -286,10 +286,8 @@ def measure_cache(cache: CompressedCache) -> dict[str, Any]:
     schedule = cache.schedules[0]
     prompt = cache.prompt_lengths[0]
     kv_bytes_full = cache.kv_bytes
-    for layer in cache.compressed_layers:
-        for tensor in (layer.keys, layer.values):
-            assert tensor is not None
-            kv_bytes_full += tensor.nbytes // tensor.shape[2] * (prompt - tensor.shape[2])
+    for layer, held in zip(cache.compressed_layers, kept, strict=True):
+        kv_bytes_full += len(cache.prompt_lengths) * layer.token_bytes * (prompt - held)
     return {
         "schedule": schedule,
         "schedule_total": sum(schedule),
@@ -309,8 +307,7 @@ def describe_run(
     `implementation` is the model's own attention implementation.
     """
     config = model.config
-    keys = cache.compressed_layers[0].keys
-    assert keys is not None
+    keys, _ = cache.compressed_layers[0].states_like()
     described = {
         "name": config._name_or_path,
         "model_type": config.model_type,

@@ -71,8 +71,12 @@ class CompressedLayer(CacheLayerMixin):
         elif self._storage is not None:
             keys, values = self._join(keys, values)
         self._tokens_seen += now.tokens
+        return self._tagged(keys), values
+
+    def _tagged(self, keys: Tensor) -> Tensor:
+        """Mark keys so that the attention function finds this layer."""
         setattr(keys, LAYER_TAG, self)
-        return keys, values
+        return keys
 
     @for_later_passes
     def _join(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
@@ -113,9 +117,12 @@ class CompressedLayer(CacheLayerMixin):
         """Remove the last `-tokens_to_remove` tokens; only tokens that came after the prompt."""
         count = self.check_crop(tokens_to_remove)
         if count:
-            assert self._storage is not None
-            self._storage.remove(count)
+            self._remove(count)
             self._tokens_seen -= count
+
+    def _remove(self, count: int) -> None:
+        assert self._storage is not None
+        self._storage.remove(count)
 
     def check_crop(self, tokens_to_remove: int) -> int:
         """Return how many tokens `crop` would remove, or raise."""
@@ -130,15 +137,19 @@ class CompressedLayer(CacheLayerMixin):
                 "tokens cannot be removed from a cache with a decode budget: what they evicted "
                 "cannot come back"
             )
-        removable = 0
-        if self._storage is not None:
-            removable = self._storage.rows - max(kept[self.index] for kept in plan.kept)
+        removable = self._removable()
         if -tokens_to_remove > removable:
             raise CacheStateError(
                 f"cannot remove the last {-tokens_to_remove} tokens: only the {removable} that "
                 "came after the compressed prompt can be removed"
             )
         return -tokens_to_remove
+
+    def _removable(self) -> int:
+        """Return how many rows came after the prompt."""
+        if self._storage is None:
+            return 0
+        return self._storage.rows - max(kept[self.index] for kept in self._plan.kept)
 
     @for_later_passes
     def reorder_cache(self, beam_idx: Tensor) -> None:
@@ -165,6 +176,23 @@ class CompressedLayer(CacheLayerMixin):
         """Whether the pass under way is the first, so that it attends to its own tokens only."""
         return self._plan.columns_seen == 0
 
+    @property
+    def attends(self) -> bool:
+        """Whether this layer attends by itself, so that the model's implementation is not asked."""
+        return False
+
+    def attend(self, queries: Tensor, scale: float, softcap: float | None) -> Tensor:
+        """Return the attention of new queries over all that is held.
+
+        Args:
+            queries: `[batch, query_heads, tokens, head_dim]`, rotated, of this pass.
+            scale, softcap: of the model's attention logits.
+
+        Returns:
+            `[batch, query_heads, tokens, head_dim]`
+        """
+        raise NotImplementedError
+
     def visible(
         self, keys: Tensor, mask: Tensor | None, read: Callable[[Tensor], Tensor]
     ) -> Tensor | None:
@@ -186,9 +214,13 @@ class CompressedLayer(CacheLayerMixin):
         if now.in_prompt:
             counts, rows = plan.candidates(self.index), keys.shape[2]
             return None if min(counts) == rows else right_aligned(counts, rows, rows, keys.device)
+        return self._visible_rows(tokens, now.new)
+
+    def _visible_rows(self, tokens: int, new: list[int]) -> Tensor | None:
+        """Return which stored rows are real, given how many of the last `tokens` are."""
         assert self._storage is not None
-        if min(now.new) < tokens:
-            self._mark_padding(tokens, now.new)
+        if min(new) < tokens:
+            self._mark_padding(tokens, new)
         return self._storage.visible()
 
     @for_later_passes
@@ -422,6 +454,31 @@ class CompressedLayer(CacheLayerMixin):
             positions: where they stood, int32 `[batch, kv_heads, rows]`, aligned to the right.
         """
         self._storage, self._positions = storage, positions
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of the keys and values held, room to grow not included."""
+        return (
+            0 if self._storage is None else self._storage.keys.nbytes + self._storage.values.nbytes
+        )
+
+    def states_like(self) -> tuple[Tensor, Tensor]:
+        """Return keys and values `[batch, kv_heads, any, head_dim]` of the shape and type held.
+
+        Raises:
+            CacheStateError: there are none yet.
+        """
+        if self._storage is None:
+            raise CacheStateError("the cache is empty: no prompt has been processed")
+        return self._storage.keys, self._storage.values
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token's keys and values, of all KV heads of one row of the batch."""
+        return sum(
+            states.shape[1] * states.shape[3] * states.element_size()
+            for states in self.states_like()
+        )
 
     @property
     def allocated_bytes(self) -> int:

@@ -22,6 +22,7 @@ from .errors import PromptError
 from .layer import take_tokens
 from .method_options import MethodError
 from .model_shape import layers_to_compress
+from .ragged import RaggedStorage
 from .rotary import key_frequencies, move_keys
 from .scores import Score
 from .storage import RowStorage
@@ -59,13 +60,19 @@ def compress_many(
 
     Raises:
         PromptError: it is no prompt of one row.
-        MethodError: a compression cannot be one of many.
+        MethodError: a compression cannot be one of many, or not of its group.
         PyramidKVError: a compression does not fit the model or the prompt.
     """
     check_model(model)
     if ids.ndim != 2 or ids.shape[0] != 1 or ids.shape[1] == 0:
         raise PromptError(f"the prompt is {tuple(ids.shape)}; it must be one row [1, tokens]")
     layers = len(full_attention_layers(model.config))
+    for group in groups:
+        if len({competing(compression) for compression in group}) > 1:
+            raise MethodError(
+                "methods whose heads compete for tokens and others are stored differently; give "
+                "them as groups of their own"
+            )
     for compression in (member for group in groups for member in group):
         _check(compression)
         layers_to_compress(model.config, compression)
@@ -90,6 +97,11 @@ def compress_many(
         logits = model(ids, use_cache=True, **options).logits[0, -1]
     cache.end_prompt()
     return Branched([branch.graft(copy.deepcopy(cache)) for branch in branches], logits)
+
+
+def competing(compression: Compression) -> bool:
+    """Say whether the heads of a layer compete for its tokens, so that they keep different ones."""
+    return compression.method.options.head_floor is not None
 
 
 def _check(compression: Compression) -> None:
@@ -135,12 +147,28 @@ class _Branches:
         self._frequencies = [
             key_frequencies(model) if compression.method.renumber else None for compression in group
         ]
-        self._storages: list[RowStorage] = []
-        self._positions: list[Tensor] = []
+        self._by_head = {competing(compression) for compression in group} == {True}
+        self._parts: list[tuple[RowStorage, Tensor] | RaggedStorage] = []
 
     def take(self, layer: int, states: _States) -> None:
         """Keep of a layer what each compression of the group chooses."""
         counts = [schedule[layer] for schedule in self._schedules]
+        self._parts.append(
+            self._take_by_head(counts, states) if self._by_head else self._take(counts, states)
+        )
+
+    def _take_by_head(self, counts: list[int], states: _States) -> RaggedStorage:
+        heads, tokens = states.keys.shape[1:3]
+        selections = []
+        for compression, score, count in zip(self._group, self._scores, counts, strict=True):
+            assert score is not None
+            options = compression.method.options
+            selections.append(options.select_heads(states.scores(score), count * heads))
+        batch = len(self._group)
+        keys, values = (each.expand(batch, -1, -1, -1) for each in (states.keys, states.values))
+        return RaggedStorage.gather(keys, values, selections, [tokens] * batch)
+
+    def _take(self, counts: list[int], states: _States) -> tuple[RowStorage, Tensor]:
         rows, batch = max(counts), len(self._group)
         with torch.inference_mode(False), torch.no_grad():
             storage = RowStorage(
@@ -161,12 +189,11 @@ class _Branches:
                 storage.put(slice(row, row + 1), rows, keys, take_tokens(states.values, indices))
                 positions.append(functional.pad(indices.int(), (rows - count, 0)))
             storage.settle(counts)
-            self._storages.append(storage)
-            self._positions.append(torch.cat(positions))
+            return storage, torch.cat(positions)
 
     def graft(self, cache: CompressedCache) -> CompressedCache:
         """Give a cache of the prompt's other states the rows of this group."""
-        cache.adopt(self._schedules, self._storages, self._positions)
+        cache.adopt(self._schedules, self._parts)
         return cache
 
 

@@ -20,6 +20,7 @@ from .schedule_profile import ScheduleProfile
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from .head_selection import HeadSelection
     from .selection import Pooling
 
 AllocationName = Literal["uniform", "pyramid", "power", "entropy", "list", "official"]
@@ -65,6 +66,8 @@ class Options:
             entropies are those of the prompt itself.
         share_temperature, share_floor: of the allocation `entropy`, see `budgets.Entropy`.
         layer_budgets: the schedule of the allocation `list`, lowest layer first.
+        head_floor: what a KV head cannot lose to others of its layer, as a fraction of an equal
+            share of the tokens beyond sinks and window; None: all heads keep equally many.
     """
 
     window_size: int = 32
@@ -83,6 +86,7 @@ class Options:
     share_temperature: float = 1.0
     share_floor: float = 0.1
     layer_budgets: tuple[int, ...] | None = None
+    head_floor: float | None = None
 
     def __post_init__(self) -> None:
         for name in ("window_size", "sink_tokens", "kernel_size", "c_max", "c_min"):
@@ -93,6 +97,10 @@ class Options:
             value = getattr(self, name)
             if type(value) not in (int, float):
                 raise MethodError(f"{name} is {value!r}; it is a number")
+        if self.head_floor is not None and (
+            type(self.head_floor) not in (int, float) or not 0 <= self.head_floor <= 1
+        ):
+            raise MethodError(f"head_floor is {self.head_floor!r}; it is a number from 0 to 1")
         if type(self.value_norm) is not bool:
             raise MethodError(f"value_norm is {self.value_norm!r}; it is True or False")
         if not isinstance(self.profile, ScheduleProfile | None):
@@ -176,6 +184,14 @@ class Options:
         from .selection import select
 
         return select(scores, count, self.sink_tokens, self.window_size, self.make_pooling())
+
+    def select_heads(self, scores: Tensor, total: int) -> HeadSelection:
+        """Return which `total` tokens of all heads stay, see `head_selection.select_adaptive`."""
+        from .head_selection import select_adaptive
+
+        assert self.head_floor is not None
+        sinks, window = self.sink_tokens, self.window_size
+        return select_adaptive(scores, total, sinks, window, self.make_pooling(), self.head_floor)
 
     def order(self, scores: Tensor) -> Tensor:
         """Return all tokens by these options, best first, see `selection.order`."""

@@ -57,6 +57,8 @@ def _recency(options: Options) -> Score:
 _WINDOW_OPTIONS = SELECTION_OPTIONS | {"group_reduce", "window_reduce", "value_norm"}
 
 
+_HEAD_OPTIONS = _WINDOW_OPTIONS | {"head_floor"}
+
 _IN_WORDS: dict[Capability, str] = {
     "prefill chunks": "a prompt in several pieces",
     "decode budget": "a decode budget",
@@ -266,6 +268,24 @@ METHODS: dict[str, Method] = {
             "arXiv 2406.02069, section 4",
             _window_attention,
             Options(allocation="pyramid"),
+        ),
+        Method(
+            "adakv",
+            "as snapkv, with the heads of a layer competing for its tokens",
+            "arXiv 2407.11550, section 3",
+            _window_attention,
+            Options(head_floor=0.2),
+            _HEAD_OPTIONS,
+            supports=frozenset(),
+        ),
+        Method(
+            "pyramidkv-ada",
+            "as pyramidkv, with the heads of a layer competing for its tokens",
+            "arXiv 2407.11550, section 3",
+            _window_attention,
+            Options(allocation="pyramid", head_floor=0.2),
+            _HEAD_OPTIONS,
+            supports=frozenset(),
         ),
         Method(
             "snapkv-paper",

@@ -32,7 +32,8 @@ def methods(**given: Any) -> None:
         "\nAll of them support left-padded batches, sampling, beam search, further turns, and saved"
         "\ncontexts; a prompt in pieces (--prefill-chunk), eviction while decoding"
         "\n(--decode-budget) and budgets measured on the prompt itself (--allocation entropy)"
-        "\nwhere nothing else is said. None gives heads of one layer different budgets."
+        "\nwhere nothing else is said. Where there is --head-floor, the heads of a layer keep"
+        "\ndifferent numbers of tokens; elsewhere each keeps as many."
         "\n\nscore options: --group-reduce, --window-reduce, --value-norm, --pooling, --kernel-size"
         "\nbudget options: --allocation, --beta, --gamma, --c-max, --c-min, --schedule,"
         "\n--share-temperature, --share-floor, --layer-budgets"
@@ -57,6 +58,7 @@ def _options(method: Method) -> str:
         _flags(method, ("window_size", "sink_tokens")),
         "score options" if set(_OF_SCORES) <= method.settable else _flags(method, _OF_SCORES),
         "budget options" if "allocation" in method.settable else _flags(method, ("beta",)),
+        _flags(method, ("head_floor",)),
     ]
     return ", ".join(group for group in groups if group) or "none"
 

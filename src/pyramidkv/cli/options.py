@@ -80,6 +80,10 @@ ShareTemperature = Annotated[
 ShareFloor = Annotated[
     float | None, typer.Option(help="Least entropy share, as a fraction of an equal one (0.1).")
 ]
+HeadFloor = Annotated[
+    float | None,
+    typer.Option(help="Share of its tokens that a KV head cannot lose to others, 0 to 1 (0.2)."),
+]
 Beta = Annotated[float | None, typer.Option(help="Steepness of the pyramid, from 1 (uniform).")]
 Gamma = Annotated[float | None, typer.Option(help="Exponent of the power law.")]
 CMax = Annotated[int | None, typer.Option(help="Lowest layer of the power law.")]
@@ -157,6 +161,7 @@ METHOD_OPTIONS = Group(
         "schedule": (Schedule, None),
         "share_temperature": (ShareTemperature, None),
         "share_floor": (ShareFloor, None),
+        "head_floor": (HeadFloor, None),
         "layer_budgets": (LayerBudgets, None),
     },
 )

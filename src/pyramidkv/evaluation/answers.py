@@ -13,7 +13,7 @@ from ..cache import CompressedCache
 from ..compression import Compression
 from ..errors import PromptError
 from ..generation import decode, stop_tokens, until_stop
-from ..many import compress_many
+from ..many import competing, compress_many
 from ..prompts import PromptFormat, common_prefix
 from .sample import Sample
 
@@ -117,8 +117,8 @@ def answer_sample(
 
     Args:
         prompt: see `encode_sample`.
-        compressions: see `many.compress_many`. Those that evict go on as one batch; the full cache
-            as another, since its rows are much longer.
+        compressions: see `many.compress_many`. Those that evict go on as one batch, those whose
+            heads compete as another, and so does the full cache, since its rows are much longer.
         max_new_tokens: where an answer ends at the latest.
         agnostic: compress the context before the question is known; else with the question in it.
     """
@@ -147,10 +147,11 @@ def answer_sample(
 
 
 def _groups(compressions: Sequence[Compression]) -> list[list[int]]:
-    """Return which compressions go on together: those that evict, and those that do not."""
-    evicting = [i for i, one in enumerate(compressions) if one.method.evicts]
+    """Return which compressions go on together: those whose rows are alike."""
     full = [i for i, one in enumerate(compressions) if not one.method.evicts]
-    return [group for group in (evicting, full) if group]
+    by_head = [i for i, one in enumerate(compressions) if competing(one)]
+    others = [i for i in range(len(compressions)) if i not in (*full, *by_head)]
+    return [group for group in (others, by_head, full) if group]
 
 
 def _generate(
@@ -199,12 +200,8 @@ def _generate(
 
 def _row_bytes(cache: CompressedCache, kept: Sequence[int]) -> int:
     """Return the bytes of what a row keeps, read off the tensors' shapes and type."""
-    total = 0
-    for layer, rows in zip(cache.compressed_layers, kept, strict=True):
-        for states in (layer.keys, layer.values):
-            assert states is not None
-            total += rows * states.shape[1] * states.shape[3] * states.element_size()
-    return total
+    layers = zip(cache.compressed_layers, kept, strict=True)
+    return sum(layer.token_bytes * tokens for layer, tokens in layers)
 
 
 def _footprint(kept: Sequence[int], prompt: int, later: int, generated: int) -> float:
