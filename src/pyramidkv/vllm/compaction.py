@@ -82,8 +82,8 @@ class TransposedKeys:
         )
 
     def gather_keys(self, blocks: Tensor, tokens: int) -> Tensor:
-        # As columns, which is how they lie and how logits are computed: whole runs are copied.
-        columns = self._columns[blocks].permute(1, 2, 0, 3).flatten(2)
+        # As columns, which is how they lie and how logits are computed: whole runs, copied once.
+        columns = self._columns.permute(1, 2, 0, 3).index_select(2, blocks).flatten(2)
         return columns[None, :, :, :tokens].transpose(2, 3)
 
     def gather_values(self, blocks: Tensor, tokens: int) -> Tensor:
