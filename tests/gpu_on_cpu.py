@@ -18,6 +18,7 @@ import sys
 def prepare(runner: int, ahead: bool) -> None:
     """Make vLLM in this process take our classes for GPUs, a model runner and a scheduler."""
     os.environ["VLLM_USE_V2_MODEL_RUNNER"] = str(int(runner == 2))
+    os.environ["VLLM_PLUGINS"] = ""  # ours would take the attention for CPUs
     if runner == 2:
         _interpret_triton()
     import flash_reference
