@@ -31,6 +31,9 @@ _STATE_STAYS = (
     "turned back"
 )
 
+_SAVED_AS = {"positions": torch.int32, "counts": torch.int32, "sums": torch.float32}
+"""Types of tensors in files, by name, of those that have not the model's."""
+
 
 class CompressedCache(Cache):
     """A cache whose full-attention layers keep only the tokens a method selects.
@@ -374,9 +377,7 @@ class CompressedCache(Cache):
             held = {}
             for name, shape in shapes.items():
                 tensor = held[name] = remaining.pop(f"layers.{index}.{name}")
-                kinds = dict.fromkeys(("positions", "counts"), torch.int32)
-                kinds["sums"] = torch.float32
-                if tensor.shape != shape or tensor.dtype != kinds.get(name, self._dtype):
+                if tensor.shape != shape or tensor.dtype != _SAVED_AS.get(name, self._dtype):
                     raise ValueError(f"the {name} of layer {index} have another shape or type")
             if isinstance(layer, CompressedLayer):
                 layer.restore(held, length)

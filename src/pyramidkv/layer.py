@@ -20,6 +20,7 @@ from .attention import LAYER_TAG
 from .compression import GROWTH_ROWS
 from .errors import CacheStateError
 from .plan import CachePlan
+from .ragged import RaggedStorage
 from .rotary import move_keys
 from .storage import RowStorage, for_later_passes, right_aligned
 from .votes import Votes
@@ -65,18 +66,23 @@ class CompressedLayer(CacheLayerMixin):
         self.is_initialized = True
         keys, values = key_states, value_states
         if not now.in_prompt:
-            assert self._storage is not None
-            self._storage.append(keys, values)
-            keys, values = self._storage.keys, self._storage.values
+            keys, values = self._append(keys, values)
         elif self._storage is not None:
             keys, values = self._join(keys, values)
         self._tokens_seen += now.tokens
-        return self._tagged(keys), values
-
-    def _tagged(self, keys: Tensor) -> Tensor:
-        """Mark keys so that the attention function finds this layer."""
         setattr(keys, LAYER_TAG, self)
-        return keys
+        return keys, values
+
+    def _append(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Store states that follow the prompt and return what `update` is to hand out."""
+        assert self._storage is not None
+        self._storage.append(keys, values)
+        return self._storage.keys, self._storage.values
+
+    @property
+    def _held(self) -> RowStorage | RaggedStorage | None:
+        """Where the states lie, for what is the same wherever they do; None before the prompt."""
+        return self._storage
 
     @for_later_passes
     def _join(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
@@ -117,12 +123,9 @@ class CompressedLayer(CacheLayerMixin):
         """Remove the last `-tokens_to_remove` tokens; only tokens that came after the prompt."""
         count = self.check_crop(tokens_to_remove)
         if count:
-            self._remove(count)
+            assert self._held is not None
+            self._held.remove(count)
             self._tokens_seen -= count
-
-    def _remove(self, count: int) -> None:
-        assert self._storage is not None
-        self._storage.remove(count)
 
     def check_crop(self, tokens_to_remove: int) -> int:
         """Return how many tokens `crop` would remove, or raise."""
@@ -158,8 +161,8 @@ class CompressedLayer(CacheLayerMixin):
         def take(tensor: Tensor) -> Tensor:
             return tensor.index_select(0, beam_idx.to(tensor.device))
 
-        if self._storage is not None:
-            self._storage.take_rows(take)
+        if self._held is not None:
+            self._held.take_rows(take)
             self._votes.take_rows(take)
         if self._positions is not None:
             self._positions = take(self._positions)
@@ -214,19 +217,14 @@ class CompressedLayer(CacheLayerMixin):
         if now.in_prompt:
             counts, rows = plan.candidates(self.index), keys.shape[2]
             return None if min(counts) == rows else right_aligned(counts, rows, rows, keys.device)
-        return self._visible_rows(tokens, now.new)
-
-    def _visible_rows(self, tokens: int, new: list[int]) -> Tensor | None:
-        """Return which stored rows are real, given how many of the last `tokens` are."""
-        assert self._storage is not None
-        if min(new) < tokens:
-            self._mark_padding(tokens, new)
-        return self._storage.visible()
+        if min(now.new) < tokens:
+            self._mark_padding(tokens, now.new)
+        return None if self._storage is None else self._storage.visible()
 
     @for_later_passes
     def _mark_padding(self, tokens: int, new: Sequence[int]) -> None:
-        assert self._storage is not None
-        self._storage.mark_padding(tokens, new)
+        assert self._held is not None
+        self._held.mark_padding(tokens, new)
 
     def finish(
         self, queries: Tensor, keys: Tensor, values: Tensor, scale: float, softcap: float | None
@@ -484,8 +482,8 @@ class CompressedLayer(CacheLayerMixin):
     def allocated_bytes(self) -> int:
         """Bytes of the tensors held: room to grow, positions and remembered queries included."""
         held = self._votes.nbytes
-        if self._storage is not None:
-            held += self._storage.nbytes
+        if self._held is not None:
+            held += self._held.nbytes
         return held if self._positions is None else held + self._positions.nbytes
 
     def kept_lengths(self) -> list[int]:

@@ -12,6 +12,7 @@ from torch.nn import functional
 
 from .compression import GROWTH_ROWS
 from .entropy import effective_context
+from .head_selection import in_order
 from .layer import CompressedLayer, last_tokens, take_tokens
 from .plan import CachePlan
 from .storage import RowStorage
@@ -69,9 +70,7 @@ class MeasuredLayer(CompressedLayer):
     ) -> Tensor:
         best = self._plan.compression.method.options.order(score()[..., :keepable])
         indices = best[..., :target].sort(dim=-1).values
-        every = torch.arange(keepable, device=best.device).expand_as(best)
-        ranks = torch.empty_like(best).scatter_(-1, best, every)
-        self._chosen.append(ranks.gather(-1, indices).int())
+        self._chosen.append(in_order(best).gather(-1, indices).int())
         return indices
 
     def shrink(self, for_good: bool) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import torch
@@ -40,16 +39,15 @@ class RaggedLayer(CompressedLayer):
         super()._clear()
         self._ragged = None
 
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
-        """Take new states and return them: those held are attended to by `attend`."""
-        if self._ragged is None:
-            return super().update(key_states, value_states, *args, **kwargs)
-        now = self._plan.begin(self.index, key_states.shape[2])
-        self._ragged.append(key_states, value_states)
-        self._tokens_seen += now.tokens
-        return self._tagged(key_states), value_states
+    def _append(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Store new states and return them: all that is held is attended to by `attend`."""
+        assert self._ragged is not None
+        self._ragged.append(keys, values)
+        return keys, values
+
+    @property
+    def _held(self) -> RowStorage | RaggedStorage | None:
+        return self._ragged
 
     @property
     def attends(self) -> bool:
@@ -58,17 +56,6 @@ class RaggedLayer(CompressedLayer):
     def attend(self, queries: Tensor, scale: float, softcap: float | None) -> Tensor:
         assert self._ragged is not None
         return attend_ragged(queries, self._ragged, scale, softcap)
-
-    def _visible_rows(self, tokens: int, new: list[int]) -> Tensor | None:
-        assert self._ragged is not None
-        if min(new) < tokens:
-            self._mark(tokens, new)
-        return None  # `attend` knows
-
-    @for_later_passes
-    def _mark(self, tokens: int, new: list[int]) -> None:
-        assert self._ragged is not None
-        self._ragged.mark_padding(tokens, new)
 
     def _evict(
         self, voters: Tensor, keys: Tensor, values: Tensor, scale: float, softcap: float | None
@@ -95,23 +82,12 @@ class RaggedLayer(CompressedLayer):
     def _removable(self) -> int:
         return 0 if self._ragged is None else self._ragged.tail.rows
 
-    def _remove(self, count: int) -> None:
-        assert self._ragged is not None
-        self._ragged.remove(count)
-
-    @for_later_passes
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        if self._ragged is not None:
-            self._ragged.take_rows(lambda t: t.index_select(0, beam_idx.to(t.device)))
-
     @for_later_passes
     def __deepcopy__(self, memo: dict[int, Any]) -> RaggedLayer:
         """Return an independent copy; its plan is the copy that `memo` has of this one's."""
-        result = copy.copy(self)
-        memo[id(self)] = result
-        result._plan = memo.get(id(self._plan)) or self._plan.copy()
+        result = super().__deepcopy__(memo)
+        assert isinstance(result, RaggedLayer)
         result._ragged = None if self._ragged is None else self._ragged.copy()
-        result._votes = self._votes.copy()
         return result
 
     # What the cache asks of a layer
@@ -141,11 +117,6 @@ class RaggedLayer(CompressedLayer):
         held = self._ragged
         states = held.keys, held.values, held.tail.keys, held.tail.values
         return sum(tensor.nbytes for tensor in states)
-
-    @property
-    def allocated_bytes(self) -> int:
-        held = self._votes.nbytes
-        return held if self._ragged is None else held + self._ragged.nbytes
 
     def states_like(self) -> tuple[Tensor, Tensor]:
         if self._ragged is None:

@@ -132,17 +132,8 @@ def _attend_tile(
     while row < end:
         stop = tl.minimum(tl.load(offsets + segment + 1), end)
         if stop > row:
-            own = _load_rows(
-                queries + segment.to(tl.int64) * QUERIES * KEY_DIM,
-                query,
-                QUERIES,
-                KEY_DIM,
-                KEY_DIM,
-                KEY_WIDTH,
-            )
-            peak = tl.full((QUERY_BLOCK,), float("-inf"), tl.float32)
-            total = tl.zeros((QUERY_BLOCK,), tl.float32)
-            output = tl.zeros((QUERY_BLOCK, VALUE_WIDTH), tl.float32)
+            own = _load_queries(queries, segment, query, QUERIES, KEY_DIM, KEY_WIDTH)
+            peak, total, output = _begin(QUERY_BLOCK, VALUE_WIDTH)
             for start in range(row, stop, ROW_BLOCK):
                 at = start + tl.arange(0, ROW_BLOCK)
                 peak, total, output = _add_rows(
@@ -211,17 +202,8 @@ def _attend_tail(
     batch, head = (segment // kv_heads).to(tl.int64), (segment % kv_heads).to(tl.int64)
     keys += batch * key_batch_stride + head * key_head_stride
     values += batch * value_batch_stride + head * value_head_stride
-    own = _load_rows(
-        queries + segment.to(tl.int64) * QUERIES * KEY_DIM,
-        query,
-        QUERIES,
-        KEY_DIM,
-        KEY_DIM,
-        KEY_WIDTH,
-    )
-    peak = tl.full((QUERY_BLOCK,), float("-inf"), tl.float32)
-    total = tl.zeros((QUERY_BLOCK,), tl.float32)
-    output = tl.zeros((QUERY_BLOCK, VALUE_WIDTH), tl.float32)
+    own = _load_queries(queries, segment, query, QUERIES, KEY_DIM, KEY_WIDTH)
+    peak, total, output = _begin(QUERY_BLOCK, VALUE_WIDTH)
     first = split * TILE
     stop = tl.minimum(first + TILE, rows)
     last_seen = rows - new + query % new
@@ -267,9 +249,7 @@ def _combine(
     """Put together what tiles and splits found out about one head of one row."""
     segment = tl.program_id(0)
     query = tl.program_id(1) * QUERY_BLOCK + tl.arange(0, QUERY_BLOCK)
-    peak = tl.full((QUERY_BLOCK,), float("-inf"), tl.float32)
-    total = tl.zeros((QUERY_BLOCK,), tl.float32)
-    result = tl.zeros((QUERY_BLOCK, VALUE_WIDTH), tl.float32)
+    peak, total, result = _begin(QUERY_BLOCK, VALUE_WIDTH)
     start, end = tl.load(offsets + segment), tl.load(offsets + segment + 1)
     first = start // TILE + segment
     last = tl.where(end > start, (end - 1) // TILE + segment + 1, first)
@@ -295,6 +275,23 @@ def _load_rows(states, at, end, stride, DIM: tl.constexpr, WIDTH: tl.constexpr):
     column = tl.arange(0, WIDTH)
     place = at.to(tl.int64)[:, None] * stride + column[None, :]
     return tl.load(states + place, mask=(at < end)[:, None] & (column < DIM)[None, :], other=0.0)
+
+
+@triton.jit
+def _load_queries(
+    queries, segment, at, QUERIES: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr
+):
+    """Load some queries of a segment, `[rows, WIDTH]`."""
+    own = queries + segment.to(tl.int64) * QUERIES * DIM
+    return _load_rows(own, at, QUERIES, DIM, DIM, WIDTH)
+
+
+@triton.jit
+def _begin(QUERY_BLOCK: tl.constexpr, VALUE_WIDTH: tl.constexpr):
+    """Return a softmax over nothing yet: its peak, its sum, and the output so far."""
+    peak = tl.full((QUERY_BLOCK,), float("-inf"), tl.float32)
+    total = tl.zeros((QUERY_BLOCK,), tl.float32)
+    return peak, total, tl.zeros((QUERY_BLOCK, VALUE_WIDTH), tl.float32)
 
 
 @triton.jit

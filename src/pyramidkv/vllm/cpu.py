@@ -20,9 +20,9 @@ from .blocks import CompressedSpec
 from .checks import check_config, check_hook, settings_of
 from .compaction import TransposedKeys
 from .metrics import counting_seconds
-from .prompts_of_step import EndingPrompt, compact_prompt, shift_tables
+from .prompts_of_step import EndingPrompt, compact_prompts, shift_tables
 from .settings import KEY, ServingError, ServingSettings
-from .steps import steps_of
+from .steps import extended, steps_of
 
 check_hook(CPUAttentionMetadataBuilder, "build", "common_prefix_len", "common_attn_metadata")
 check_hook(
@@ -49,15 +49,15 @@ class CompressedCPUBuilder(CPUAttentionMetadataBuilder):
     def __init__(self, kv_cache_spec: Any, *args: Any, **kwargs: Any):
         super().__init__(kv_cache_spec, *args, **kwargs)
         given = self.vllm_config.additional_config
-        if isinstance(given, dict) and KEY in given:
-            check_config(self.vllm_config, settings_of(self.vllm_config))
-        if isinstance(kv_cache_spec, CompressedSpec):
+        if isinstance(kv_cache_spec, CompressedSpec):  # of our worker, which has checked the rest
             if self.isa not in LAYOUTS:
                 raise ServingError(
                     f"vLLM packs its CPU cache as {self.isa!r} here, which cannot be compressed "
                     "yet; use float32 or float16 (--dtype), whose layout is not packed"
                 )
             self._steps = steps_of(self.vllm_config, kv_cache_spec.settings, self.block_size)
+        elif isinstance(given, dict) and KEY in given:
+            check_config(self.vllm_config, settings_of(self.vllm_config))
 
     def build(
         self,
@@ -81,9 +81,8 @@ class CompressedCPUBuilder(CPUAttentionMetadataBuilder):
             )
             common = dataclasses.replace(common, block_table_tensor=table, seq_lens=lengths)
         metadata = super().build(common_prefix_len, common, fast_build)
-        own = {f.name: getattr(metadata, f.name) for f in dataclasses.fields(metadata)}
         ending = rows.ending[spec.group]
-        return CompressedMetadata(**own, settings=spec.settings, ending=ending)
+        return extended(metadata, CompressedMetadata, settings=spec.settings, ending=ending)
 
 
 class CompressedCPUImpl(CPUAttentionBackendImpl):
@@ -114,10 +113,9 @@ class CompressedCPUImpl(CPUAttentionBackendImpl):
         blocks, heads, size, _ = kv_cache.shape
         cache = TransposedKeys(*kv_cache.view(blocks, heads, 2 * size, -1).chunk(2, dim=2))
         queries = query.view(len(query), self.num_heads, self.head_size)
-        for prompt in metadata.ending:
-            own = metadata.block_table[prompt.row, : -(-prompt.tokens // size)].long()
-            softcap = self.logits_soft_cap or None
-            compact_prompt(cache, own, queries, prompt, metadata.settings, self.scale, softcap)
+        given = metadata.ending, metadata.settings
+        softcap = self.logits_soft_cap or None
+        compact_prompts(cache, metadata.block_table, queries, *given, self.scale, softcap)
 
 
 class CompressedCPUBackend(CPUAttentionBackend):

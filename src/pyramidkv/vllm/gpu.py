@@ -28,9 +28,9 @@ from vllm.v1.attention.backends.flash_attn import (
 from .blocks import CompressedSpec
 from .checks import check_hook, settings_of
 from .compaction import Rows
-from .prompts_of_step import EndingPrompt, ShownTables, choose_kept, compact_prompt
+from .prompts_of_step import EndingPrompt, ShownTables, choose_kept, compact_prompts
 from .settings import ServingError, ServingSettings
-from .steps import steps_of
+from .steps import extended, steps_of
 
 check_hook(
     FlashAttentionMetadataBuilder,
@@ -147,11 +147,8 @@ class CompressedGPUBuilder(FlashAttentionMetadataBuilder):
         )
         metadata = super().build(0, shown, fast_build)
         self._unfinished = Unfinished(len(self.layer_names)) if ending else None
-        own = {f.name: getattr(metadata, f.name) for f in dataclasses.fields(metadata)}
-        settings = self.kv_cache_spec.settings
-        return CompressedMetadata(
-            **own, settings=settings, ending=ending, unfinished=self._unfinished
-        )
+        more = {"ending": ending, "unfinished": self._unfinished}
+        return extended(metadata, CompressedMetadata, settings=self.kv_cache_spec.settings, **more)
 
 
 class CompressedGPUImpl(FlashAttentionImpl):
@@ -186,12 +183,9 @@ class CompressedGPUImpl(FlashAttentionImpl):
         assert metadata.settings is not None
         assert metadata.unfinished is not None
         cache = Rows(*kv_cache.transpose(1, 2).split(self.head_size, dim=-1))
-        for prompt in metadata.ending:
-            table = metadata.block_table[prompt.row, : -(-prompt.tokens // cache.block_size)]
-            softcap = self.logits_soft_cap or None
-            compact_prompt(
-                cache, table.long(), query, prompt, metadata.settings, self.scale, softcap
-            )
+        given = metadata.ending, metadata.settings
+        softcap = self.logits_soft_cap or None
+        compact_prompts(cache, metadata.block_table, query, *given, self.scale, softcap)
         metadata.unfinished.layers -= 1
 
     def _rehearse(self, query: Tensor, key: Tensor) -> None:

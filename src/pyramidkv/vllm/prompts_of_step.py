@@ -163,6 +163,21 @@ def shift_tables(
     out_lengths[rows:].zero_()
 
 
+def compact_prompts(
+    cache: BlockedCache,
+    table: Tensor,
+    queries: Tensor,
+    ending: Sequence[EndingPrompt],
+    settings: ServingSettings,
+    scale: float,
+    softcap: float | None,
+) -> None:
+    """Do for each prompt that ends what `compact_prompt` does, given the step's block table."""
+    for prompt in ending:
+        blocks = table[prompt.row, : -(-prompt.tokens // cache.block_size)].long()
+        compact_prompt(cache, blocks, queries, prompt, settings, scale, softcap)
+
+
 def compact_prompt(
     cache: BlockedCache,
     blocks: Tensor,

@@ -84,15 +84,15 @@ class ServingSettings:
         The group keeps `prompt - blocks * block_size` tokens: its budget, and up to
         `block_size - 1` more, since only whole blocks can be freed.
         """
-        return self._freed_blocks(prompt, block_size)[group]
+        return self.freed_by_group(prompt, block_size)[group]
 
     def freed_blocks(self, prompt: int, block_size: int) -> int:
         """Return how many blocks of a prompt all groups free together."""
-        return sum(self._freed_blocks(prompt, block_size))
+        return sum(self.freed_by_group(prompt, block_size))
 
     def kept(self, prompt: int, block_size: int) -> list[int]:
         """Return the tokens that each group keeps of a prompt."""
-        return [prompt - blocks * block_size for blocks in self._freed_blocks(prompt, block_size)]
+        return [prompt - blocks * block_size for blocks in self.freed_by_group(prompt, block_size)]
 
     def largest_hit(self, group: int, hashed: int, block_size: int) -> int | None:
         """Return the longest prefix that may be taken from blocks computed earlier, in tokens.
@@ -113,7 +113,7 @@ class ServingSettings:
             return None
         return self.skipped_blocks(group, hashed, block_size) * block_size
 
-    def _freed_blocks(self, prompt: int, block_size: int) -> tuple[int, ...]:
+    def freed_by_group(self, prompt: int, block_size: int) -> tuple[int, ...]:
         """Return what each group frees; looked up, since every step asks for every request."""
         found = self._freed.get((prompt, block_size))
         if found is None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import weakref
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -12,6 +13,14 @@ from . import running
 from .checks import last_tokens
 from .prompts_of_step import StepRows, split_rows
 from .settings import ServingError, ServingSettings
+
+_Metadata = TypeVar("_Metadata")
+
+
+def extended(metadata: Any, kind: type[_Metadata], **more: Any) -> _Metadata:
+    """Return vLLM's metadata of a step as a dataclass that extends theirs, with these fields."""
+    own = {field.name: getattr(metadata, field.name) for field in dataclasses.fields(metadata)}
+    return kind(**own, **more)
 
 
 class Steps:
@@ -37,9 +46,8 @@ class Steps:
         self._past: Tensor | None = None
 
     def _skipped_of(self, prompt: int) -> list[int]:
-        groups, each = range(self._settings.groups), self._kernel_blocks
-        skipped = self._settings.skipped_blocks
-        return [skipped(group, prompt, self._managed) * each for group in groups]
+        freed = self._settings.freed_by_group(prompt, self._managed)
+        return [blocks * self._kernel_blocks for blocks in freed]
 
     def rows(self, common: Any) -> tuple[StepRows, Tensor | None]:
         """Return the rows and, on the device, int64 `[groups, rows]` blocks that are skipped.
