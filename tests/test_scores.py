@@ -165,3 +165,12 @@ def test_scoring_stays_under_64_mib_beyond_its_inputs(score, tokens, queries):
     command = [sys.executable, "-c", code]
     run = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
     assert int(run.stdout) < 64 * 2**20
+
+
+def test_scores_take_states_with_gradients(states):
+    score = WindowAttention(WINDOW, value_norm=True)
+    queries, keys, values = states
+    given = [queries[:, :, -WINDOW:], keys, values]
+    expected = score(*given, None, SCALE)
+    actual = score(*(one.requires_grad_() for one in given), None, SCALE)
+    assert torch.equal(actual, expected)

@@ -16,6 +16,7 @@ from vllm.v1.attention.backends import flash_attn
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
+from pyramidkv.method_options import Options
 from pyramidkv.vllm import gpu, gpu_worker, grouped, running, scheduling
 from pyramidkv.vllm.blocks import CompressedSpec
 from pyramidkv.vllm.settings import KEY, WORKERS, ServingError, read_settings
@@ -232,7 +233,7 @@ def test_a_step_is_looked_at_once_for_all_groups(config, monkeypatch):
         told = batch(config, [100, 100], [130 + step, 90], [1, 10 if step == 0 else 0])
         for builder in builders:
             builder.build(0, told)
-            builder._unfinished = None
+            builder._compaction = None
     assert len(looked) == 3
 
 
@@ -256,8 +257,9 @@ def test_prompts_that_end_are_compressed_by_every_layer_or_the_next_step_refuses
     metadata = builder.build(0, batch(config, [100], [90], [10]))
     before = cache.clone()
     forward(impl, metadata, cache, 10)
+    assert torch.equal(cache, before)
+    forward(impl, metadata, cache, 10)  # the second of two layers, which choose together
     assert not torch.equal(cache, before)
-    forward(impl, metadata, cache, 10)  # the second of two layers
     told = batch(config, [100], [100], [1])
     builder.build(0, told)
     builder.build(0, batch(config, [100], [90], [10]))
@@ -267,16 +269,25 @@ def test_prompts_that_end_are_compressed_by_every_layer_or_the_next_step_refuses
 
 
 def test_what_a_long_prompt_takes_is_tried_while_memory_is_measured(config, monkeypatch):
-    tried = []
-    choose = gpu.choose_kept
+    scored, chosen = [], []
+    score, select = gpu.score_prompt, Options.select
 
-    def noting(keys, values, queries, count, *rest):
-        tried.append((tuple(keys.shape), tuple(values.shape), tuple(queries.shape), count))
-        return choose(keys, values, queries, count, *rest)
+    def noting(keys, values, queries, *rest):
+        scored.append((tuple(keys.shape), tuple(values.shape), tuple(queries.shape)))
+        return score(keys, values, queries, *rest)
 
-    monkeypatch.setattr(gpu, "choose_kept", noting)
+    def choosing(options, scores, count):
+        chosen.append((scores.nbytes, tuple(scores.shape[1:]), count))
+        return select(options, scores, count)
+
+    monkeypatch.setattr(gpu, "score_prompt", noting)
+    monkeypatch.setattr(Options, "select", choosing)
     impl = make_impl(config)
     for _ in range(3):
         assert forward(impl, None, torch.empty(0), 10).eq(0).all()
     shape = (1, HEADS, LONGEST, DIM)
-    assert tried == [(shape, shape, (4, 2 * HEADS, DIM), SETTINGS.kept(LONGEST, SIZE)[0])]
+    assert scored == [(shape, shape, (4, 2 * HEADS, DIM))]
+    ((held, of_layer, count),) = chosen
+    assert (of_layer, count) == ((HEADS, LONGEST), SETTINGS.kept(LONGEST, SIZE)[0])
+    together, one = gpu.CHOSEN_TOGETHER_BYTES, 4 * HEADS * LONGEST
+    assert together <= held < together + one

@@ -12,15 +12,15 @@ from hypothesis import strategies as st
 from test_serving_parts import configuration
 
 from pyramidkv.selection import select
-from pyramidkv.vllm import running
+from pyramidkv.vllm import prompts_of_step, running
 from pyramidkv.vllm import settings as of_settings
 from pyramidkv.vllm.checks import check_config, check_scheduler, last_tokens
 from pyramidkv.vllm.compaction import Rows
 from pyramidkv.vllm.prompts_of_step import (
+    Compaction,
     EndingPrompt,
     ShownTables,
-    choose_kept,
-    compact_prompt,
+    score_prompt,
     split_rows,
 )
 from pyramidkv.vllm.settings import (
@@ -140,50 +140,67 @@ def test_tables_that_would_need_another_address_are_refused():
     "given_", [{"budget": 24}, {"method": "streamingllm", "budget": 24}], ids=str
 )
 @given(data=st.data())
-def test_a_compacted_prompt_is_what_dense_selection_keeps(given_, data):
-    """In a cache as FlashAttention's: keys and values side by side, heads before slots."""
+def test_compacted_prompts_are_what_dense_selection_keeps(given_, data):
+    """In caches as FlashAttention's: keys and values side by side, heads before slots."""
     heads, group, head_dim = data.draw(st.sampled_from([(1, 4, 8), (2, 3, 16), (4, 1, 6)]))
+    layers, together = data.draw(st.integers(1, 3)), data.draw(st.sampled_from([0, 2000, 10**6]))
     settings = read_settings({**given_, "window_size": 4}, 4)
-    tokens, others = data.draw(st.integers(40, 90)), data.draw(st.integers(0, 5))
-    skipped = settings.skipped_blocks(0, tokens, SIZE)
     torch.manual_seed(data.draw(st.integers(0, 99)))
-    memory = torch.randn((40, heads, SIZE, 2 * head_dim))
-    cache = Rows(*memory.transpose(1, 2).split(head_dim, dim=-1))
-    blocks = torch.randperm(40)[: -(-tokens // SIZE)]
-    keys, values = (
-        gather(blocks, tokens).clone() for gather in (cache.gather_keys, cache.gather_values)
-    )
-    whole = [torch.cat([memory[int(b), head] for b in blocks])[:tokens] for head in range(heads)]
-    assert torch.equal(torch.cat([keys[0], values[0]], -1), torch.stack(whole))
-    queries = torch.randn((others + tokens + 3, heads * group, head_dim))  # beside other requests
-    untouched = [b for b in range(40) if b not in blocks.tolist()]
-    before = memory[untouched].clone()
-    prompt = EndingPrompt(1, others + tokens, tokens, skipped)
-    compact_prompt(cache, blocks, queries, prompt, settings, head_dim**-0.5, None)
-    method = settings.compression.method
-    own = queries[others : others + tokens].transpose(0, 1)[None]
-    own = own[:, :, tokens - method.build_score().query_count(tokens) :]
-    scores = method.build_score()(own, keys, values, None, head_dim**-0.5)
-    left = tokens - skipped * SIZE
-    options = method.options
-    kept = select(scores, left, options.sink_tokens, 4, options.make_pooling())[0]
-    got = torch.cat(
-        [gather(blocks[skipped:], left)[0] for gather in (cache.gather_keys, cache.gather_values)],
-        dim=-1,
-    )
-    for head in range(heads):
-        assert sorted(got[head].tolist()) == sorted(whole[head][kept[head]].tolist())
-    assert torch.equal(memory[untouched], before)
+    lengths = data.draw(st.lists(st.integers(40, 90), min_size=1, max_size=2))
+    others = data.draw(st.integers(0, 5))  # tokens of other requests in the step
+    memory = torch.randn((layers, 50, heads, SIZE, 2 * head_dim))
+    caches = [Rows(*one.transpose(1, 2).split(head_dim, dim=-1)) for one in memory]
+    width = -(-max(lengths) // SIZE)
+    table = torch.randperm(50)[: 2 * width].view(2, width)
+    ends = [others + sum(lengths[: i + 1]) for i in range(len(lengths))]
+    prompts = [
+        EndingPrompt(row, end, tokens, settings.skipped_blocks(0, tokens, SIZE))
+        for row, (end, tokens) in enumerate(zip(ends, lengths, strict=True))
+    ]
+    queries = torch.randn((layers, ends[-1] + 3, heads * group, head_dim))
+    before, scale = memory.clone(), head_dim**-0.5
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prompts_of_step, "CHOSEN_TOGETHER_BYTES", together)
+        compaction = Compaction(prompts, settings, layers)
+        for layer, cache in enumerate(caches):
+            assert compaction.unfinished == layers - layer
+            compaction.layer(cache, table, queries[layer], scale, None)
+    assert compaction.unfinished == 0
+    of_prompts = set()
+    for prompt in prompts:
+        blocks = table[prompt.row, : -(-prompt.tokens // SIZE)]
+        of_prompts |= set(blocks.tolist())
+        for layer, cache in enumerate(caches):
+            whole = [
+                torch.cat([before[layer, int(b), head] for b in blocks]) for head in range(heads)
+            ]
+            whole = torch.stack(whole)[:, : prompt.tokens]
+            keys, values = whole.split(head_dim, dim=-1)
+            method = settings.compression.method
+            own = queries[layer, prompt.end - prompt.tokens : prompt.end].transpose(0, 1)[None]
+            own = own[:, :, prompt.tokens - method.build_score().query_count(prompt.tokens) :]
+            scores = method.build_score()(own, keys[None], values[None], None, scale)
+            left = prompt.tokens - prompt.skipped * SIZE
+            options = method.options
+            kept = select(scores, left, options.sink_tokens, 4, options.make_pooling())[0]
+            rest = blocks[prompt.skipped :]
+            got = torch.cat(
+                [cache.gather_keys(rest, left)[0], cache.gather_values(rest, left)[0]], dim=-1
+            )
+            for head in range(heads):
+                assert sorted(got[head].tolist()) == sorted(whole[head, kept[head]].tolist())
+    untouched = [b for b in range(50) if b not in of_prompts]
+    assert torch.equal(memory[:, untouched], before[:, untouched])
 
 
-def test_choosing_takes_the_last_queries_and_as_many_tokens_as_asked():
+def test_the_last_queries_score_a_prompt():
     settings = read_settings({"budget": 40}, 4)
     keys, values = torch.randn((2, 1, 2, 90, 8))
     queries = torch.randn((50, 4, 8))
-    kept = choose_kept(keys, values, queries, 44, settings, 0.3, None)
-    assert kept.shape == (1, 2, 44)
-    assert torch.equal(kept, choose_kept(keys, values, queries[-32:], 44, settings, 0.3, None))
-    assert kept[..., -32:].tolist() == [[list(range(58, 90))] * 2]
+    scores = score_prompt(keys, values, queries, settings, 0.3, None)
+    assert scores.shape == (1, 2, 90)
+    assert torch.equal(scores, score_prompt(keys, values, queries[-32:], settings, 0.3, None))
+    assert not torch.equal(scores, score_prompt(keys, values, queries[:32], settings, 0.3, None))
 
 
 def common(computed, new, prefilling, slots=None, padding=0):

@@ -114,7 +114,7 @@ class WindowAttention:
         by_head = _reduce_attention(queries, keys, valid, scale, softcap, self.window_reduce)
         result = _reduce_group(by_head, self.group_reduce)
         if self.value_norm:
-            for row, weighted in zip(values, result, strict=True):
+            for row, weighted in zip(values.detach(), result, strict=True):
                 for head, scores in zip(row, weighted, strict=True):  # one float32 copy at a time
                     scores *= torch.linalg.vector_norm(head, dim=-1, dtype=torch.float32)
         return _mask_padding(result, valid)
@@ -279,6 +279,7 @@ def visit_attention(
     """
     heads, group, count, head_dim = queries.shape
     tokens = keys.shape[1]
+    queries, keys = queries.detach(), keys.detach()  # what works in place has no gradients
     keys_transposed = keys.float().transpose(1, 2)
     step = max(1, workspace_bytes(keys.device) // (4 * heads * group * tokens))
     for start in range(0, count, step):
@@ -293,7 +294,7 @@ def visit_attention(
         logits[..., -rows:].masked_fill_(future, float("-inf"))
         if valid is not None:
             logits.masked_fill_(~valid[:seen], float("-inf"))
-        weights = logits.softmax(-1)
+        weights = torch.softmax(logits, -1, out=logits)  # in place: nothing else reads them
         if valid is not None:
             weights.masked_fill_(~valid[seen - rows : seen, None], 0.0)
         visit(weights)

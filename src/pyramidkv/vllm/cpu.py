@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,8 +20,8 @@ from .blocks import CompressedSpec
 from .checks import check_config, check_hook, settings_of
 from .compaction import TransposedKeys
 from .metrics import counting_seconds
-from .prompts_of_step import EndingPrompt, compact_prompts, shift_tables
-from .settings import KEY, ServingError, ServingSettings
+from .prompts_of_step import Compaction, shift_tables
+from .settings import KEY, ServingError
 from .steps import extended, steps_of
 
 check_hook(CPUAttentionMetadataBuilder, "build", "common_prefix_len", "common_attn_metadata")
@@ -39,8 +39,7 @@ LAYOUTS = ("vec", "vec16")
 class CompressedMetadata(CPUAttentionMetadata):
     """What vLLM's kernels need, and the prompts to compress after this step's attention."""
 
-    settings: ServingSettings | None = None
-    ending: list[EndingPrompt] = field(default_factory=list)
+    compaction: Compaction | None = None
 
 
 class CompressedCPUBuilder(CPUAttentionMetadataBuilder):
@@ -48,6 +47,7 @@ class CompressedCPUBuilder(CPUAttentionMetadataBuilder):
 
     def __init__(self, kv_cache_spec: Any, *args: Any, **kwargs: Any):
         super().__init__(kv_cache_spec, *args, **kwargs)
+        self._compaction: Compaction | None = None
         given = self.vllm_config.additional_config
         if isinstance(kv_cache_spec, CompressedSpec):  # of our worker, which has checked the rest
             if self.isa not in LAYOUTS:
@@ -68,6 +68,10 @@ class CompressedCPUBuilder(CPUAttentionMetadataBuilder):
         common, spec = common_attn_metadata, self.kv_cache_spec
         if not isinstance(spec, CompressedSpec):
             return super().build(common_prefix_len, common, fast_build)
+        if self._compaction is not None and self._compaction.unfinished:
+            raise ServingError(
+                f"{self._compaction.unfinished} layers did not compress a prompt in its last step"
+            )
         rows, past = self._steps.rows(common)
         if past is not None:
             table, lengths = map(torch.empty_like, (common.block_table_tensor, common.seq_lens))
@@ -82,7 +86,10 @@ class CompressedCPUBuilder(CPUAttentionMetadataBuilder):
             common = dataclasses.replace(common, block_table_tensor=table, seq_lens=lengths)
         metadata = super().build(common_prefix_len, common, fast_build)
         ending = rows.ending[spec.group]
-        return extended(metadata, CompressedMetadata, settings=spec.settings, ending=ending)
+        self._compaction = (
+            Compaction(ending, spec.settings, len(self.layer_names)) if ending else None
+        )
+        return extended(metadata, CompressedMetadata, compaction=self._compaction)
 
 
 class CompressedCPUImpl(CPUAttentionBackendImpl):
@@ -103,19 +110,23 @@ class CompressedCPUImpl(CPUAttentionBackendImpl):
         result: Tensor = super().forward(
             layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs
         )
-        if isinstance(attn_metadata, CompressedMetadata) and attn_metadata.ending:
+        if isinstance(attn_metadata, CompressedMetadata) and attn_metadata.compaction is not None:
             with counting_seconds():
-                self._compress(query, kv_cache, attn_metadata)
+                self._compress(query, kv_cache, attn_metadata, attn_metadata.compaction)
         return result
 
-    def _compress(self, query: Tensor, kv_cache: Tensor, metadata: CompressedMetadata) -> None:
-        assert metadata.settings is not None
+    def _compress(
+        self,
+        query: Tensor,
+        kv_cache: Tensor,
+        metadata: CPUAttentionMetadata,
+        compaction: Compaction,
+    ) -> None:
         blocks, heads, size, _ = kv_cache.shape
         cache = TransposedKeys(*kv_cache.view(blocks, heads, 2 * size, -1).chunk(2, dim=2))
         queries = query.view(len(query), self.num_heads, self.head_size)
-        given = metadata.ending, metadata.settings
         softcap = self.logits_soft_cap or None
-        compact_prompts(cache, metadata.block_table, queries, *given, self.scale, softcap)
+        compaction.layer(cache, metadata.block_table, queries, self.scale, softcap)
 
 
 class CompressedCPUBackend(CPUAttentionBackend):

@@ -12,7 +12,7 @@ step be replayed all the same, the next one finds out and refuses to go on.
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from torch import Tensor
@@ -28,8 +28,14 @@ from vllm.v1.attention.backends.flash_attn import (
 from .blocks import CompressedSpec
 from .checks import check_hook, settings_of
 from .compaction import Rows
-from .prompts_of_step import EndingPrompt, ShownTables, choose_kept, compact_prompts
-from .settings import ServingError, ServingSettings
+from .prompts_of_step import (
+    CHOSEN_TOGETHER_BYTES,
+    Compaction,
+    EndingPrompt,
+    ShownTables,
+    score_prompt,
+)
+from .settings import ServingError
 from .steps import extended, steps_of
 
 check_hook(
@@ -55,20 +61,11 @@ check_hook(
 )
 
 
-class Unfinished:
-    """How many layers have yet to compress the prompts of a step."""
-
-    def __init__(self, layers: int) -> None:
-        self.layers = layers
-
-
 @dataclass
 class CompressedMetadata(FlashAttentionMetadata):
     """What vLLM's kernels need, and the prompts to compress after this step's attention."""
 
-    settings: ServingSettings | None = None
-    ending: list[EndingPrompt] = field(default_factory=list)
-    unfinished: Unfinished | None = None
+    compaction: Compaction | None = None
 
 
 class CompressedGPUBuilder(FlashAttentionMetadataBuilder):
@@ -84,7 +81,7 @@ class CompressedGPUBuilder(FlashAttentionMetadataBuilder):
         if isinstance(kv_cache_spec, CompressedSpec):
             self._steps = steps_of(vllm_config, kv_cache_spec.settings, kv_cache_spec.block_size)
             self._shown = ShownTables(vllm_config.scheduler_config.max_num_seqs)
-            self._unfinished: Unfinished | None = None
+            self._compaction: Compaction | None = None
 
     def build(
         self,
@@ -122,9 +119,9 @@ class CompressedGPUBuilder(FlashAttentionMetadataBuilder):
         ending: list[EndingPrompt],
         fast_build: bool,
     ) -> CompressedMetadata:
-        if self._unfinished is not None and self._unfinished.layers:
+        if self._compaction is not None and self._compaction.unfinished:
             raise ServingError(
-                f"{self._unfinished.layers} layers did not compress a prompt, because its last "
+                f"{self._compaction.unfinished} layers did not compress a prompt, because its last "
                 "step was replayed as a CUDA graph; give --enforce-eager"
             )
         longest, size = common.max_seq_len, self.block_size
@@ -146,9 +143,12 @@ class CompressedGPUBuilder(FlashAttentionMetadataBuilder):
             _num_computed_tokens_cache=None,
         )
         metadata = super().build(0, shown, fast_build)
-        self._unfinished = Unfinished(len(self.layer_names)) if ending else None
-        more = {"ending": ending, "unfinished": self._unfinished}
-        return extended(metadata, CompressedMetadata, settings=self.kv_cache_spec.settings, **more)
+        self._compaction = (
+            Compaction(ending, self.kv_cache_spec.settings, len(self.layer_names))
+            if ending
+            else None
+        )
+        return extended(metadata, CompressedMetadata, compaction=self._compaction)
 
 
 class CompressedGPUImpl(FlashAttentionImpl):
@@ -175,18 +175,11 @@ class CompressedGPUImpl(FlashAttentionImpl):
         )
         if attn_metadata is None:
             self._rehearse(query, key)
-        elif isinstance(attn_metadata, CompressedMetadata) and attn_metadata.ending:
-            self._compress(query, kv_cache, attn_metadata)
+        elif isinstance(attn_metadata, CompressedMetadata) and attn_metadata.compaction is not None:
+            cache = Rows(*kv_cache.transpose(1, 2).split(self.head_size, dim=-1))
+            table, softcap = attn_metadata.block_table, self.logits_soft_cap or None
+            attn_metadata.compaction.layer(cache, table, query, self.scale, softcap)
         return result
-
-    def _compress(self, query: Tensor, kv_cache: Tensor, metadata: CompressedMetadata) -> None:
-        assert metadata.settings is not None
-        assert metadata.unfinished is not None
-        cache = Rows(*kv_cache.transpose(1, 2).split(self.head_size, dim=-1))
-        given = metadata.ending, metadata.settings
-        softcap = self.logits_soft_cap or None
-        compact_prompts(cache, metadata.block_table, query, *given, self.scale, softcap)
-        metadata.unfinished.layers -= 1
 
     def _rehearse(self, query: Tensor, key: Tensor) -> None:
         """Choose from the longest prompt once, while vLLM measures what a step needs."""
@@ -200,7 +193,9 @@ class CompressedGPUImpl(FlashAttentionImpl):
             keys, values = key.new_zeros((2, 1, self.num_kv_heads, tokens, self.head_size))
             queries = query.new_zeros((min(settings.window, tokens), *query.shape[1:]))
             softcap = self.logits_soft_cap or None
-            choose_kept(keys, values, queries, count, settings, self.scale, softcap)
+            scores = score_prompt(keys, values, queries, settings, self.scale, softcap)
+            together = -(-CHOSEN_TOGETHER_BYTES // scores.nbytes)
+            settings.compression.method.options.select(scores.repeat(together, 1, 1), count)
 
 
 class CompressedGPUBackend(FlashAttentionBackend):

@@ -163,69 +163,117 @@ def shift_tables(
     out_lengths[rows:].zero_()
 
 
-def compact_prompts(
-    cache: BlockedCache,
-    table: Tensor,
-    queries: Tensor,
-    ending: Sequence[EndingPrompt],
-    settings: ServingSettings,
-    scale: float,
-    softcap: float | None,
-) -> None:
-    """Do for each prompt that ends what `compact_prompt` does, given the step's block table."""
-    for prompt in ending:
-        blocks = table[prompt.row, : -(-prompt.tokens // cache.block_size)].long()
-        compact_prompt(cache, blocks, queries, prompt, settings, scale, softcap)
+CHOSEN_TOGETHER_BYTES = 4 * 2**20
+"""Of scores: layers of a group choose together up to about as much. Below it, the many small
+operations of a choice cost more than their arithmetic."""
+
+
+class Compaction:
+    """What the layers of a group do for the prompts that end in a step, once for each layer.
+
+    A layer scores right after its attention. Several layers then choose at once and move what
+    they keep; the last of the group sees to it that all have.
+
+    Attributes:
+        unfinished: layers that have yet to come.
+    """
+
+    def __init__(
+        self, ending: Sequence[EndingPrompt], settings: ServingSettings, layers: int
+    ) -> None:
+        """Prepare for the layers of a group, at least one prompt of which ends."""
+        self.unfinished = layers
+        self._ending, self._settings = ending, settings
+        self._scored: list[tuple[BlockedCache, list[Tensor]]] = []
+        self._held = 0
+
+    def layer(
+        self,
+        cache: BlockedCache,
+        table: Tensor,
+        queries: Tensor,
+        scale: float,
+        softcap: float | None,
+    ) -> None:
+        """Do a layer's part, after its attention.
+
+        Args:
+            cache: the layer's.
+            table: block table of the step, one for all layers.
+            queries: `[tokens, query_heads, head_dim]` of the step.
+            scale, softcap: of the layer's attention.
+        """
+        scores = []
+        for prompt in self._ending:
+            blocks = _blocks_of(prompt, table, cache.block_size)
+            keys = values = cache.gather_keys(blocks, prompt.tokens)
+            if self._settings.compression.method.options.value_norm:  # what alone reads values
+                values = cache.gather_values(blocks, prompt.tokens)
+            own = queries[: prompt.end]
+            scores.append(score_prompt(keys, values, own, self._settings, scale, softcap))
+        self._scored.append((cache, scores))
+        self._held += sum(one.nbytes for one in scores)
+        self.unfinished -= 1
+        if not self.unfinished or self._held >= CHOSEN_TOGETHER_BYTES:
+            self._move(table)
+
+    def _move(self, table: Tensor) -> None:
+        caches = [cache for cache, _ in self._scored]
+        for i, prompt in enumerate(self._ending):
+            scores = torch.cat([scores[i] for _, scores in self._scored])
+            size = caches[0].block_size
+            compact_prompt(caches, _blocks_of(prompt, table, size), scores, prompt, self._settings)
+        self._scored, self._held = [], 0
+
+
+def _blocks_of(prompt: EndingPrompt, table: Tensor, block_size: int) -> Tensor:
+    return table[prompt.row, : -(-prompt.tokens // block_size)].long()
 
 
 def compact_prompt(
-    cache: BlockedCache,
+    caches: Sequence[BlockedCache],
     blocks: Tensor,
-    queries: Tensor,
+    scores: Tensor,
     prompt: EndingPrompt,
     settings: ServingSettings,
-    scale: float,
-    softcap: float | None,
 ) -> None:
-    """Move what a prompt keeps behind the blocks that it frees.
+    """Move what layers keep of a prompt behind the blocks that it frees.
 
     Args:
-        cache: one layer's; blocks: int64, those of the prompt.
-        queries: `[tokens, query_heads, head_dim]` of the whole step.
-        prompt: which of them are its.
+        caches: of layers of one group.
+        blocks: int64, those of the prompt.
+        scores: `[layers, kv_heads, tokens]`.
+        prompt: how many blocks it frees.
         settings: the method.
-        scale, softcap: of the layer's attention.
     """
-    freed = prompt.skipped * cache.block_size
-    keys = values = cache.gather_keys(blocks, prompt.tokens)
-    if settings.compression.method.options.value_norm:  # the only thing that reads values
-        values = cache.gather_values(blocks, prompt.tokens)
-    own = queries[: prompt.end]
-    kept = choose_kept(keys, values, own, prompt.tokens - freed, settings, scale, softcap)
-    heads, source, target = pair_slots(kept[0], prompt.tokens, freed)
-    cache.move(heads, blocks, source, target)
+    freed = prompt.skipped * caches[0].block_size
+    layers, kv_heads, tokens = scores.shape
+    kept = settings.compression.method.options.select(scores, tokens - freed)
+    rows, source, target = pair_slots(kept.flatten(0, 1), tokens, freed)
+    ends = torch.arange(1, layers, device=rows.device) * kv_heads
+    bounds = [0, *torch.searchsorted(rows, ends).tolist(), len(rows)]
+    for layer, cache in enumerate(caches):
+        of_layer = slice(bounds[layer], bounds[layer + 1])
+        heads = rows[of_layer] - layer * kv_heads
+        cache.move(heads, blocks, source[of_layer], target[of_layer])
 
 
-def choose_kept(
+def score_prompt(
     keys: Tensor,
     values: Tensor,
     queries: Tensor,
-    count: int,
     settings: ServingSettings,
     scale: float,
     softcap: float | None,
 ) -> Tensor:
-    """Return which tokens of a prompt stay: int64 `[1, kv_heads, count]`, ascending.
+    """Return the scores of a prompt's tokens in one layer: float32 `[1, kv_heads, tokens]`.
 
     Args:
         keys, values: `[1, kv_heads, tokens, head_dim]`.
         queries: `[n, query_heads, head_dim]`, whose last are the prompt's last.
-        count: tokens to keep.
         settings: the method; scale, softcap: of the layer's attention.
     """
-    method = settings.compression.method
-    score = method.build_score()
+    score = settings.compression.method.build_score()
     assert score is not None
     voters = queries[len(queries) - score.query_count(keys.shape[2]) :]
-    scores = score(voters.transpose(0, 1)[None], keys, values, None, scale, softcap)
-    return method.options.select(scores, count)
+    return score(voters.transpose(0, 1)[None], keys, values, None, scale, softcap)
