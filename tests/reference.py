@@ -33,6 +33,7 @@ class Reference:
     sums: dict[int, Tensor] = field(default_factory=dict)  # layer -> [batch, kv_heads, group, N]
     mask: Tensor | None = None  # of all columns so far, those of this pass included
     prompt: Tensor | None = None  # real tokens of each row's prompt, the question left out
+    orders: dict[tuple[int, int, int], tuple] = field(default_factory=dict)  # of all heads so far
     event: str = ""  # what happens after this pass: "piece", "last piece", "decoding" or nothing
     question: int = 0
     width: int = 0  # of the prompt's columns
@@ -138,7 +139,11 @@ class Reference:
         if self.event:
             for row in range(batch):
                 given = layer, full, row
-                if self.compression.method.options.head_floor is not None:
+                options = self.compression.method.options
+                if options.allocation == "global":
+                    self._evict_globally(*given, key, value, scaling, softcap)
+                    continue
+                if options.head_floor is not None and options.head_budgets is None:
                     self._evict_by_head(*given, key, value, scaling, softcap)
                     continue
                 for head in range(kv_heads):
@@ -185,6 +190,36 @@ class Reference:
         for head in range(heads):
             self._keep(layer, row, head, columns[sorted(kept[head])])
 
+    def _evict_globally(self, layer, full, row, key, value, scaling, softcap) -> None:
+        """Let the heads of all layers compete, once the last of them has its votes."""
+        options, heads, layers = self.compression.method.options, key.shape[1], len(full)
+        for head in range(heads):
+            columns, votes, _ = self._votes(layer, full, row, head, key, scaling, softcap)
+            ranked = ranking(options, votes[:, : len(columns)], value[row, head, columns])
+            self.orders[row, full.index(layer), head] = columns, ranked
+        if layer != full[-1]:
+            return
+        length = len(self.orders[row, 0, 0][0])
+        budget = min(self.compression.budget_for(int(self.prompt[row])), length)
+        spare = layers * heads * (budget - options.protected)
+        floor = int(options.head_floor * spare / (layers * heads) + 1e-9)
+        certain = {*range(options.sink_tokens), *range(length - options.window_size, length)}
+        kept = {}
+        rest = []
+        for index, head in ((i, h) for i in range(layers) for h in range(heads)):
+            ranked = self.orders[row, index, head][1]
+            kept[index, head] = certain | {place for *_, place in ranked[:floor]}
+            rest += [(*rank, -index, -head) for rank in ranked[floor:]]
+            if budget >= length:
+                kept[index, head] = set(range(length))
+        if budget < length:
+            best = sorted(rest, reverse=True)[: spare - layers * heads * floor]
+            for *_, place, index, head in best:
+                kept[-index, -head].add(place)
+        for (index, head), places in kept.items():
+            columns = self.orders[row, index, head][0]
+            self._keep(full[index], row, head, columns[sorted(places)])
+
     def _votes(self, layer, full, row, head, key, scaling, softcap):
         """Return the columns that may stay, votes `[group, columns]`, and how many stay."""
         alive = self.alive[layer][row, head]
@@ -194,7 +229,12 @@ class Reference:
         if self.event == "last piece" and self.question:
             keepable = columns[: len(columns) - self.question]
         index, seen = full.index(layer), len(real)
-        if self.event == "decoding":
+        table = self.compression.method.options.head_budgets
+        if table is not None:
+            share = table[index][head]
+        elif self.compression.follows_prompt:
+            share = len(keepable)
+        elif self.event == "decoding":
             share = self.compression.decode_schedule(len(full), seen)[index]
         else:
             share = self.compression.schedule(len(full), int(self.prompt[row]))[index]

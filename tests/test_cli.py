@@ -126,6 +126,56 @@ def test_ratio_schedule_and_allocation_options_reach_the_method(model_folder, ca
     assert "in all: 800 tokens" in given("--method", "full")
 
 
+def test_budgets_of_heads_come_from_a_file(model_folder, tmp_path, capsys, monkeypatch):
+    table, record = tmp_path / "heads.json", tmp_path / "record.json"
+    given = *("generate", "--model", model_folder, "--prompt", words(100)), *("--method", "adakv")
+    given = *given, "--head-budgets", table, "--max-new-tokens", 2, "--output", record
+
+    def generate(text):
+        table.write_text(text)
+        return Outcome(capsys, monkeypatch, *given)
+
+    assert generate("[[90, 40], [36, 50], [200, 37], [60, 60]]").exit_code == 0
+    written = json.loads(record.read_text())
+    assert written["schedule"] == [65, 43, 68.5, 60]
+    assert written["schedule_total"] == 236.5
+    assert written["compression"]["head_budgets"] == [[90, 40], [36, 50], [200, 37], [60, 60]]
+    record.unlink()
+    for text, message in (
+        ("[[90, 40", "is no JSON"),
+        ("[[90, 40]]", "are for 1 layers of 2 KV heads, but the model has 4"),
+        ("[[90, 40], [36, 50], [200, 35], [60, 60]]", "a head of layer 2 is to keep 35 tokens"),
+        ('{"a": 1}', "it is a list of whole numbers for each layer"),
+    ):
+        assert_one_sentence(generate(text), message)
+    table.unlink()
+    assert_one_sentence(Outcome(capsys, monkeypatch, *given), "No such file")
+    assert not record.exists()
+    table.write_text("[[90, 40], [36, 50], [200, 37], [60, 60]]")
+    assert_one_sentence(
+        Outcome(capsys, monkeypatch, *given[:-1], table), "is the file that is read"
+    )
+
+
+def test_heads_of_all_layers_compete_on_the_command_line(
+    model_folder, tmp_path, capsys, monkeypatch
+):
+    record = tmp_path / "record.json"
+    given = *("generate", "--model", model_folder, "--prompt", words(100)), "--budget", 50
+    given = *given, "--method", "global", "--max-new-tokens", 2
+    assert Outcome(capsys, monkeypatch, *given, "--output", record).exit_code == 0
+    written = json.loads(record.read_text())
+    assert written["schedule_total"] == 200
+    assert sum(written["kept_lengths"]) == 200
+    assert_one_sentence(
+        Outcome(capsys, monkeypatch, *given, "--dry-run"), "is known after the prompt only"
+    )
+    assert_one_sentence(
+        Outcome(capsys, monkeypatch, *given, "--head-budgets", record),
+        "global has no option 'head_budgets'",
+    )
+
+
 MISTAKES = {
     "budget below sinks and window": (["--budget", 35], "smallest possible budget is 36"),
     "both budget and ratio": (["--budget", 64, "--compression-ratio", 0.5], "both given"),

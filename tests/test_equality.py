@@ -11,7 +11,7 @@ import pyramidkv
 from pyramidkv.compression import Compression, make_compression
 
 STEPS = 20
-WINDOWED, COMPETING = ("pyramidkv", "snapkv"), ("adakv", "pyramidkv-ada")
+WINDOWED, COMPETING = ("pyramidkv", "snapkv"), ("adakv", "pyramidkv-ada", "global")
 # transformers has no sdpa with the softcap of Gemma 2
 PAIRS = [
     (architecture, attention)
@@ -54,9 +54,17 @@ def assert_same(
         torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
     if compression.method.evicts:
         added = sum(step_sizes)
+        layers = len(cache.compressed_layers)
         for row, length in enumerate(lengths):
-            schedule = compression.schedule(len(cache.compressed_layers), length)
-            assert [kept[row] for kept in cache.kept_lengths()] == [n + added for n in schedule]
+            kept = [own[row] for own in cache.kept_lengths()]
+            if compression.follows_prompt:
+                schedule = cache.schedules[row]
+            else:
+                schedule = compression.schedule(layers, length)
+            assert kept == [n + added for n in schedule]
+            if compression.method.name == "global":
+                total = layers * min(compression.budget_for(length), length)
+                assert sum(schedule) == pytest.approx(total, abs=1e-9)
 
 
 def small(name: str, budget: int = 20, **options) -> Compression:
@@ -95,6 +103,10 @@ def test_logits_equal_a_masked_dense_reference(architecture, attention, lengths)
         ("adakv", {"head_floor": 1, "group_reduce": "mean"}),
         ("adakv", {"allocation": "power", "gamma": 2.0}),
         ("pyramidkv-ada", {"head_floor": 0.5, "pooling": "avg"}),
+        ("global", {}),
+        ("global", {"head_floor": 0.0, "value_norm": True}),
+        ("global", {"head_floor": 0.6, "pooling": "avg", "group_reduce": "mean"}),
+        ("global", {"head_floor": 1}),
     ],
 )
 def test_every_method_equals_the_reference(method, options, lengths):

@@ -14,6 +14,7 @@ from test_many import FULL, WINDOW, alone, go_on
 from tiny import positions_of, prompt_ids, tiny_model
 
 import pyramidkv
+from pyramidkv.budgets import BudgetError
 from pyramidkv.compression import make_compression
 from pyramidkv.errors import CacheStateError
 from pyramidkv.evaluation.answers import Prompt, answer_sample
@@ -38,11 +39,22 @@ def processed(model, method="adakv", budget=20, lengths=(60,), **options):
     return cache
 
 
+TABLE = ((40, 12), (11, 33), (60, 10), (25, 26))  # of a tiny model; no layer's mean is whole twice
+
+
 @pytest.mark.parametrize("lengths", [(60,), (60, 25, 43)], ids=["batch1", "padded3"])
 @pytest.mark.parametrize(("architecture", "attention"), PAIRS)
-def test_logits_equal_a_masked_dense_reference(architecture, attention, lengths):
+@pytest.mark.parametrize("method", ["pyramidkv-ada", "global"])
+def test_logits_equal_a_masked_dense_reference(method, architecture, attention, lengths):
     model = tiny_model(architecture, attention)
-    assert_same(model, small("pyramidkv-ada"), lengths, [1] * 6)
+    assert_same(model, small(method), lengths, [1] * 6)
+
+
+@pytest.mark.parametrize("lengths", [(60,), (60, 25, 43)], ids=["batch1", "padded3"])
+@pytest.mark.parametrize("options", [{}, {"value_norm": True, "pooling": "avg"}], ids=str)
+def test_heads_with_budgets_of_their_own_equal_the_reference(options, lengths):
+    compression = make_compression("adakv", head_budgets=TABLE, **SMALL, **options)
+    assert_same(tiny_model("llama", "sdpa"), compression, lengths, [1] * 6)
 
 
 @pytest.mark.parametrize("lengths", [(60,), (60, 25, 43)], ids=["batch1", "padded3"])
@@ -91,10 +103,66 @@ def test_a_layers_total_is_exact_and_no_head_is_below_its_floor(method, floor):
     assert (unequal > 0) == (floor < 1)
 
 
-def test_the_bytes_are_those_of_equal_heads():
+@pytest.mark.parametrize("floor", [0.0, 0.2, 0.7, 1.0])
+def test_the_total_of_all_layers_is_exact_and_no_head_is_below_its_floor(floor):
+    model = tiny_model("llama", "sdpa")
+    cache = processed(model, "global", 24, (60, 25, 43, 20), head_floor=floor)
+    for row, length in enumerate(cache.prompt_lengths):
+        heads = [layer.head_lengths()[row] for layer in cache.compressed_layers]
+        budget = min(24, length)
+        assert sum(map(sum, heads)) == LAYERS * KV_HEADS * budget
+        assert min(map(min, heads)) >= min(10 + int(floor * (24 - 10)), length)
+        means = [sum(own) / KV_HEADS for own in heads]
+        assert cache.schedules[row] == means == [own[row] for own in cache.kept_lengths()]
+        assert (len({sum(own) for own in heads}) > 1) == (floor < 1 and length > budget)
+        for layer, own in zip(cache.compressed_layers, heads, strict=True):
+            kept = layer.kept_positions(row)
+            assert (kept >= 0).sum(-1).tolist() == own
+            for positions in kept:
+                held = positions[positions >= 0].tolist()
+                assert held == sorted(set(held))
+                assert set(range(4)) | set(range(length)[-6:]) <= set(held)
+
+
+def test_layers_that_compete_never_hold_much_more_than_the_total():
+    model = tiny_model("llama", "sdpa")
+    width = 2 * KV_HEADS * HEAD_DIM * 4
+    held = []
+
+    def note(done, _):
+        held.append(cache.kv_bytes / width)
+
+    cache = pyramidkv.CompressedCache(model, "global", 40, on_layer=note, **SMALL)
+    ids, mask = prompt_ids(300)
+    with torch.no_grad():
+        model(ids, attention_mask=mask, past_key_values=cache)
+    assert len(held) == LAYERS
+    assert max(held) <= 1.125 * LAYERS * 40
+    assert held[-1] == LAYERS * 40
+
+
+def test_a_budget_of_the_whole_prompt_keeps_it():
+    for compressed in (
+        processed(tiny_model("llama", "sdpa"), "global", 60),
+        processed(tiny_model("llama", "sdpa"), "adakv", None, head_budgets=[[60, 70]] * LAYERS),
+    ):
+        assert compressed.kept_lengths() == [[60]] * LAYERS
+        assert all(type(kept) is int for kept in compressed.schedules[0])
+
+
+def test_every_head_keeps_what_the_table_says_or_the_prompt():
+    cache = processed(tiny_model("llama", "sdpa"), "adakv", None, (60, 25), head_budgets=TABLE)
+    for row, length in enumerate((60, 25)):
+        wanted = [[min(count, length) for count in layer] for layer in TABLE]
+        assert [layer.head_lengths()[row] for layer in cache.compressed_layers] == wanted
+        assert cache.schedules[row] == [sum(own) / 2 for own in wanted]
+
+
+@pytest.mark.parametrize("method", ["adakv", "global"])
+def test_the_bytes_are_those_of_equal_heads(method):
     model = tiny_model("llama", "sdpa")
     for lengths in ((60,), (60, 60)):
-        ours, equal = (processed(model, name, 24, lengths) for name in ("adakv", "snapkv"))
+        ours, equal = (processed(model, name, 24, lengths) for name in (method, "snapkv"))
         wanted = len(lengths) * LAYERS * 24 * KV_HEADS * HEAD_DIM * 2 * 4
         assert ours.kv_bytes == equal.kv_bytes == wanted
         held = {
@@ -105,7 +173,8 @@ def test_the_bytes_are_those_of_equal_heads():
         assert sum(held.values()) == wanted  # nothing else is behind them
 
 
-def test_with_a_floor_of_one_it_is_snapkv_in_everything():
+@pytest.mark.parametrize("method", ["adakv", "global"])
+def test_with_a_floor_of_one_it_is_snapkv_in_everything(method):
     model = tiny_model("qwen3", "sdpa")
     ids, mask = prompt_ids(60, 25, 43)
     for settings in (
@@ -114,7 +183,7 @@ def test_with_a_floor_of_one_it_is_snapkv_in_everything():
         {"do_sample": True, "temperature": 2.0},
     ):
         answers = []
-        for name, options in (("snapkv", {}), ("adakv", {"head_floor": 1})):
+        for name, options in (("snapkv", {}), (method, {"head_floor": 1})):
             cache = pyramidkv.CompressedCache(model, name, 20, **SMALL, **options)
             torch.manual_seed(0)
             answers.append(
@@ -125,7 +194,11 @@ def test_with_a_floor_of_one_it_is_snapkv_in_everything():
         assert answers[0] == answers[1]
 
 
-def test_rows_copies_and_cropping():
+@pytest.mark.parametrize(
+    ("method", "options"),
+    [("adakv", {}), ("global", {}), ("adakv", {"budget": None, "head_budgets": TABLE})],
+)
+def test_rows_copies_and_cropping(method, options):
     model = tiny_model("llama", "sdpa")
     mask = torch.cat([prompt_ids(60, 25, 43)[1], torch.ones(3, 1, dtype=torch.long)], dim=1)
 
@@ -139,7 +212,7 @@ def test_rows_copies_and_cropping():
                 past_key_values=cache,
             ).logits[:, -1]
 
-    cache = processed(model, lengths=(60, 25, 43))
+    cache = processed(model, method, **{"lengths": (60, 25, 43), **options})
     kept = cache.kept_lengths()
     copied = copy.deepcopy(cache)
     expected = logits(cache, [0, 1, 2])
@@ -157,9 +230,18 @@ def test_rows_copies_and_cropping():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_contexts_answer_as_a_whole_prompt_and_can_be_saved(tmp_path, dtype):
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        {"method": "adakv", "budget": 24},
+        {"method": "global", "compression_ratio": 0.7},
+        {"method": "adakv", "head_budgets": TABLE},
+    ],
+    ids=str,
+)
+def test_contexts_answer_as_a_whole_prompt_and_can_be_saved(tmp_path, chosen, dtype):
     model, tokenizer = tiny_model("llama", "sdpa").to(dtype), tiny_tokenizer(True)
-    make = {"method": "adakv", "budget": 24, **SMALL}
+    make = {**chosen, **SMALL}
     context = pyramidkv.compress_context(model, tokenizer, words(90), **make)
     before = context.kv_bytes
     asked = ("w11 w20 w3", "w7", "w11 w20 w3")
@@ -173,6 +255,8 @@ def test_contexts_answer_as_a_whole_prompt_and_can_be_saved(tmp_path, dtype):
     context.save(path)
     loaded = pyramidkv.CompressedContext.load(path, model, tokenizer)
     assert loaded.record == json.loads(json.dumps(context.record))
+    assert loaded.cache.compression == context.cache.compression
+    assert loaded.cache.schedules == context.cache.schedules
     for mine, theirs in zip(
         loaded.cache.compressed_layers, context.cache.compressed_layers, strict=True
     ):
@@ -183,9 +267,10 @@ def test_contexts_answer_as_a_whole_prompt_and_can_be_saved(tmp_path, dtype):
     assert loaded.ask("w7", max_new_tokens=8).token_ids == answers[1]
 
 
-def test_a_query_aware_context_drops_its_question():
+@pytest.mark.parametrize("method", ["adakv", "global"])
+def test_a_query_aware_context_drops_its_question(method):
     model, tokenizer = tiny_model("llama", "sdpa"), tiny_tokenizer(True)
-    make = {"method": "adakv", "budget": 24, **SMALL}
+    make = {"method": method, "budget": 24, **SMALL}
     context = pyramidkv.compress_context(model, tokenizer, words(90), question="w11 w3", **make)
     assert context.ask("w11 w3", max_new_tokens=4).token_ids
     for layer, share in zip(
@@ -193,18 +278,32 @@ def test_a_query_aware_context_drops_its_question():
     ):
         assert sum(layer.head_lengths()[0]) == share * KV_HEADS
         assert int(layer.kept_positions().max()) < context.cache.tokens_seen
+    assert sum(context.cache.schedules[0]) == LAYERS * 24
 
 
-def test_one_of_many_is_as_alone():
+@pytest.mark.parametrize(
+    "group",
+    [
+        [
+            make_compression("adakv", 24, **WINDOW),
+            make_compression("pyramidkv-ada", 40, **WINDOW),
+            make_compression("adakv", 24, head_floor=0, value_norm=True, **WINDOW),
+            make_compression("adakv", 200, **WINDOW),
+            make_compression("adakv", head_budgets=TABLE, **WINDOW),
+        ],
+        [
+            make_compression("global", 24, **WINDOW),
+            make_compression("global", 40, head_floor=0, **WINDOW),
+            make_compression("global", None, 0.6, value_norm=True, **WINDOW),
+            make_compression("global", 200, **WINDOW),
+        ],
+    ],
+    ids=["layer", "model"],
+)
+def test_one_of_many_is_as_alone(group):
     model = tiny_model("qwen3", "sdpa")
     ids, _ = prompt_ids(80)
     steps = [prompt_ids(n, seed=50 + i)[0] for i, n in enumerate([5, 1, 1, 1])]
-    group = [
-        make_compression("adakv", 24, **WINDOW),
-        make_compression("pyramidkv-ada", 40, **WINDOW),
-        make_compression("adakv", 24, head_floor=0, value_norm=True, **WINDOW),
-        make_compression("adakv", 200, **WINDOW),
-    ]
     cache, full = compress_many(model, ids, [group, [FULL]]).caches
     assert full.kept_lengths() == [[80]] * LAYERS
     together = go_on(model, cache, len(group), steps)
@@ -214,21 +313,24 @@ def test_one_of_many_is_as_alone():
         assert cache.schedules[row] == single.schedules[0]
         for mine, theirs in zip(cache.compressed_layers, single.compressed_layers, strict=True):
             assert mine.head_lengths()[row] == theirs.head_lengths()[0]
-    with pytest.raises(MethodError, match="give them as groups of their own"):
-        compress_many(model, ids, [[group[0], make_compression("snapkv", 24, **WINDOW)]])
+    for other in ("snapkv", "adakv" if group[0].method.name == "global" else "global"):
+        with pytest.raises(MethodError, match="give them as groups of their own"):
+            compress_many(model, ids, [[group[0], make_compression(other, 24, **WINDOW)]])
 
 
 @pytest.mark.parametrize("agnostic", [False, True])
 def test_evaluation_answers_as_each_alone(agnostic):
     model, tokenizer = tiny_model("qwen3", "sdpa"), tiny_tokenizer(False)
-    arms = [make_compression(name, 24, **WINDOW) for name in ("snapkv", "adakv", "pyramidkv-ada")]
+    names = "snapkv", "adakv", "pyramidkv-ada", "global"
+    arms = [make_compression(name, 24, **WINDOW) for name in names]
     arms.insert(1, FULL)
     prompt = Prompt(prompt_ids(80)[0][0].tolist(), 70, 0)
     together = answer_sample(model, tokenizer, prompt, arms, 6, agnostic=agnostic)
     for arm, answer in zip(arms, together, strict=True):
         (single,) = answer_sample(model, tokenizer, prompt, [arm], 6, agnostic=agnostic)
         assert answer == single
-    assert together[0].kept_bytes == together[2].kept_bytes
+    assert len({together[i].kept_bytes for i in (0, 2, 4)}) == 1
+    assert sum(together[4].kept) == LAYERS * 24
 
 
 @pytest.mark.parametrize(
@@ -238,22 +340,67 @@ def test_evaluation_answers_as_each_alone(agnostic):
         ({"allocation": "entropy"}, "adakv does not support budgets by the entropy"),
         ({"head_floor": 1.5}, "head_floor is 1.5; it is a number from 0 to 1"),
         ({"head_floor": True}, "head_floor is True; it is a number from 0 to 1"),
+        ({"head_budgets": TABLE}, "adakv has a list of head budgets, so it takes neither"),
+        ({"budget": None, "head_budgets": 5}, "head_budgets is 5; it is a list of whole numbers"),
+        ({"budget": None, "head_budgets": [[24, 24.5]]}, "it is a list of whole numbers for each"),
+        ({"budget": None, "head_budgets": [[24, 24], [24]]}, "all of one length; given"),
+        ({"budget": None, "head_budgets": [[24, 24], [9, 24]]}, "a head of layer 1 is to keep 9"),
+        ({"budget": None, "head_budgets": TABLE, "head_floor": 0.1}, "give either head_floor or"),
+        ({"budget": None, "head_budgets": TABLE, "allocation": "pyramid"}, "go together"),
+        ({"allocation": "heads"}, "'heads' and head_budgets go together"),
+        (
+            {"budget": None, "head_budgets": TABLE[:3]},
+            "are for 3 layers of 2 KV heads, but the model has 4 full-attention layers of 2",
+        ),
     ],
 )
 def test_what_does_not_fit_is_refused(options, message):
-    with pytest.raises(MethodError, match=message):
-        pyramidkv.CompressedCache(tiny_model(), "adakv", 24, **SMALL, **options)
+    chosen = {"budget": 24, **SMALL, **options}
+    with pytest.raises((MethodError, BudgetError), match=message):
+        pyramidkv.CompressedCache(tiny_model(), "adakv", **chosen)
     with pytest.raises(MethodError, match="snapkv has no option 'head_floor'"):
         make_compression("snapkv", 24, head_floor=0.5)
 
 
-def test_a_prompt_in_pieces_is_refused():
+@pytest.mark.parametrize("method", ["adakv", "global"])
+def test_a_prompt_in_pieces_is_refused(method):
     model = tiny_model()
-    cache = pyramidkv.CompressedCache(model, "adakv", 24, **SMALL)
+    cache = pyramidkv.CompressedCache(model, method, 24, **SMALL)
     ids, mask = prompt_ids(60)
     cache.expect_prompt(mask)
-    with pytest.raises(MethodError, match="adakv does not support a prompt in several pieces"):
+    with pytest.raises(MethodError, match=f"{method} does not support a prompt in several pieces"):
         model(ids[:, :30], past_key_values=cache)
+
+
+def test_budgets_over_all_layers_have_no_schedule_before_the_prompt():
+    compression = make_compression("global", 24, **SMALL)
+    with pytest.raises(MethodError, match="'global' is one to heads, not to layers"):
+        compression.schedule(LAYERS, 60)
+    with pytest.raises(MethodError, match="global has no option 'allocation'"):
+        make_compression("global", 24, allocation="pyramid")
+    with pytest.raises(BudgetError, match="a budget of 9 is too small"):
+        make_compression("global", 9, **SMALL)
+    with pytest.raises(BudgetError, match="leaves 6 of 60 prompt tokens"):
+        processed(tiny_model(), "global", None, compression_ratio=0.9)
+
+
+def test_an_interrupted_contest_does_not_reach_the_next_prompt(monkeypatch):
+    model = tiny_model("llama", "sdpa")
+    expected = processed(model, "global")
+    cache = pyramidkv.CompressedCache(model, "global", 20, **SMALL)
+    ids, mask = prompt_ids(50, seed=9)
+    with monkeypatch.context() as patch:
+        layer = cache.compressed_layers[2]
+        patch.setattr(layer, "_evict", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt), torch.no_grad():
+            model(ids, attention_mask=mask, past_key_values=cache)
+    cache.reset()
+    ids, mask = prompt_ids(60)
+    with torch.no_grad():
+        model(ids, attention_mask=mask, past_key_values=cache)
+    assert cache.schedules == expected.schedules
+    for mine, theirs in zip(cache.compressed_layers, expected.compressed_layers, strict=True):
+        assert torch.equal(mine.kept_positions(), theirs.kept_positions())
 
 
 def test_forged_counts_are_refused(tmp_path):

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from pyramidkv.head_selection import (
     GlobalSelection,
     HeadSelection,
+    in_order,
     select_adaptive,
     select_by_table,
     select_first,
@@ -102,7 +103,7 @@ def test_each_head_keeps_the_beginning_of_its_order_and_at_least_its_floor(case)
         for head, kept in enumerate(by_head(chosen, row)):
             assert kept == sorted(best[row, head, : len(kept)].tolist())
             assert len(kept) >= protected + math.floor(share + 1e-9)
-    again = select_first(best, chosen.counts, chosen.total)
+    again = select_first(in_order(best), chosen.counts, chosen.total)
     assert torch.equal(again.indices, chosen.indices)
     assert torch.equal(again.counts, chosen.counts)
 
@@ -181,7 +182,7 @@ def test_choosing_layer_by_layer_equals_choosing_at_once(data):
     best = order(scores[:, 0], *rest[:3])
     for layer in range(layers):
         mine = select_first(
-            best[layer : layer + 1], held[layer : layer + 1], int(held[layer].sum())
+            in_order(best[layer : layer + 1]), held[layer : layer + 1], int(held[layer].sum())
         )
         assert by_head(mine) == expected[layer * heads : (layer + 1) * heads]
 

@@ -44,6 +44,12 @@ class Allocation(Protocol):
         ...
 
 
+def whole(tokens: float) -> float:
+    """Return a number of tokens as a whole one if it is that but for rounding."""
+    nearest = round(tokens)
+    return nearest if abs(tokens - nearest) < 1e-6 else tokens
+
+
 def apportion(
     weights: Sequence[Fraction], total: int, floor: int, ceiling: int | Sequence[int]
 ) -> list[int]:

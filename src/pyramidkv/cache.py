@@ -172,7 +172,7 @@ class CompressedCache(Cache):
             if compression.measured:
                 layers[layer_index] = MeasuredLayer(index, self._plan, list(measured))
                 measured.append(layers[layer_index])
-            elif compression.method.options.head_floor is not None:
+            elif compression.method.options.by_head:
                 layers[layer_index] = RaggedLayer(index, self._plan)
             else:
                 layers[layer_index] = CompressedLayer(index, self._plan)
@@ -264,8 +264,12 @@ class CompressedCache(Cache):
         return list(self._plan.lengths)
 
     @property
-    def schedules(self) -> list[list[int]]:
-        """Prompt tokens kept, per batch row and full-attention layer; empty before the prompt."""
+    def schedules(self) -> list[list[float]]:
+        """Prompt tokens kept, per batch row and full-attention layer; empty before the prompt.
+
+        Per KV head on average, which is no whole number if heads of different layers compete or
+        have budgets of their own.
+        """
         return [list(schedule) for schedule in self._plan.schedules]
 
     @property
@@ -273,7 +277,7 @@ class CompressedCache(Cache):
         """Tokens processed so far, padding included: the next position."""
         return self.get_seq_length()
 
-    def kept_lengths(self) -> list[list[int]]:
+    def kept_lengths(self) -> list[Sequence[float]]:
         """Return the tokens stored now, per full-attention layer and batch row."""
         return [layer.kept_lengths() for layer in self.compressed_layers]
 
@@ -334,7 +338,7 @@ class CompressedCache(Cache):
         compression: Compression,
         tensors: dict[str, Tensor],
         length: int,
-        schedule: list[int],
+        schedule: list[float],
     ) -> CompressedCache:
         """Return a cache that holds what `tensors` gave out; keys and values are not copied.
 
@@ -353,12 +357,13 @@ class CompressedCache(Cache):
         cache._hold(model)
         return cache
 
-    def _restore(self, tensors: dict[str, Tensor], length: int, schedule: list[int]) -> None:
+    def _restore(self, tensors: dict[str, Tensor], length: int, schedule: list[float]) -> None:
         config = self._config
         heads = config.num_key_value_heads
         size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         compressed = self.compressed_layers
-        whole = all(type(kept) is int and 0 < kept <= length for kept in schedule)
+        kinds = (int, float) if self.compression.method.options.by_head else (int,)
+        whole = all(type(kept) in kinds and 0 < kept <= length for kept in schedule)
         if len(schedule) != len(compressed) or not whole:
             raise ValueError(f"its schedule does not fit {len(compressed)} layers")
         remaining = dict(tensors)
@@ -391,7 +396,7 @@ class CompressedCache(Cache):
 
     def adopt(
         self,
-        schedules: list[list[int]],
+        schedules: Sequence[Sequence[float]],
         parts: Sequence[tuple[RowStorage, Tensor] | RaggedStorage],
     ) -> None:
         """Hold, as the rows of a batch, different parts of the one prompt that was processed.
@@ -428,7 +433,7 @@ class CompressedCache(Cache):
         before = self.compressed_layers[0].kept_lengths()
         super().crop(tokens_to_remove)
         after = self.compressed_layers[0].kept_lengths()
-        self._plan.remove([a - b for a, b in zip(before, after, strict=True)])
+        self._plan.remove([round(a - b) for a, b in zip(before, after, strict=True)])
 
     def reset(self) -> None:
         """Empty the cache, ready for another prompt."""

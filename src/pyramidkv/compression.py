@@ -45,9 +45,10 @@ class Compression:
             raise MethodError(f"budget is {self.budget!r}; it is a whole number of tokens")
         if not isinstance(self.compression_ratio, int | float | None):
             raise MethodError(f"compression_ratio is {self.compression_ratio!r}; it is a number")
-        if not method.evicts or method.options.allocation == "list":
+        listed = {"list": "layer budgets", "heads": "head budgets"}.get(method.options.allocation)
+        if not method.evicts or listed is not None:
             if self.budget is not None or self.compression_ratio is not None:
-                why = "keeps everything" if not method.evicts else "has a list of layer budgets"
+                why = "keeps everything" if not method.evicts else f"has a list of {listed}"
                 raise MethodError(
                     f"{method.name} {why}, so it takes neither a budget nor a compression ratio"
                 )
@@ -79,7 +80,7 @@ class Compression:
         amounts = {key: chosen.pop(key, None) for key in cls(METHODS["full"]).amounts}
         defaults = get_method(str(name)).options
         for key, value in list(chosen.items()):
-            value = tuple(value) if isinstance(value, list) else value
+            value = _frozen(value)
             if key == "profile" and value is not None:
                 value = ScheduleProfile.from_dict(value)
             if hasattr(defaults, key) and value == getattr(defaults, key):
@@ -111,7 +112,7 @@ class Compression:
     def _check_amount(self, budget: int) -> None:
         """Refuse what no prompt and no number of layers would make possible."""
         check_budget(budget, self.method.options.protected)
-        if self.method.options.allocation != "entropy":  # which knows its number of layers
+        if self.method.options.allocation not in ("entropy", "global"):  # which need more numbers
             self.method.schedule(1, budget, budget)
 
     def budget_for(self, prompt_length: int) -> int:
@@ -135,6 +136,11 @@ class Compression:
         """Whether the schedule follows from the prompt itself: see `cascade`."""
         return self.method.options.measured
 
+    @property
+    def follows_prompt(self) -> bool:
+        """Whether what each layer keeps is known after the prompt only."""
+        return self.method.options.follows_prompt
+
     def schedule(self, layers: int, prompt_length: int) -> list[int]:
         """Return the tokens each layer keeps of a prompt, lowest layer first.
 
@@ -142,15 +148,16 @@ class Compression:
             BudgetError: the budget does not fit this prompt or number of layers.
             MethodError: the schedule follows from the prompt itself.
         """
-        return self.method.schedule(layers, self._possible_budget(prompt_length), prompt_length)
+        return self.method.schedule(layers, self.possible_budget(prompt_length), prompt_length)
 
     def cascade(self, layers: int, prompt_length: int) -> Cascade:
         """Return the schedule in the making of a prompt whose layers are measured one by one."""
         options = self.method.options
-        budget = self._possible_budget(prompt_length)
+        budget = self.possible_budget(prompt_length)
         return Cascade(layers, budget, prompt_length, options.protected, options.make_shares)
 
-    def _possible_budget(self, prompt_length: int) -> int:
+    def possible_budget(self, prompt_length: int) -> int:
+        """Return the budget for a prompt, not below what sinks and window take."""
         budget = self.budget_for(prompt_length)
         if self.compression_ratio is not None and self.method.evicts:
             # Only a prompt shorter than sinks + window can bring the budget below them here.
@@ -179,12 +186,23 @@ class Compression:
             options.profile.check(shape())
         if options.layer_budgets is not None:
             self.schedule(layers, max(options.layer_budgets))
+        elif options.head_budgets is not None:
+            self._check_table(options.head_budgets, layers, shape()["kv_heads"])
         elif options.profile is not None:
             options.make_allocation().schedule(layers, options.protected + 1, 1, options.protected)
-        elif self.budget is not None and not self.measured:
+        elif self.budget is not None and not self.follows_prompt:
             self.schedule(layers, self.budget)
         if self.decode_budget is not None:
             self.decode_schedule(layers, self.decode_budget)
+
+    @staticmethod
+    def _check_table(table: tuple[tuple[int, ...], ...], layers: int, heads: int) -> None:
+        if (len(table), len(table[0])) != (layers, heads):
+            raise BudgetError(
+                f"the head budgets are for {len(table)} layers of {len(table[0])} KV heads, but "
+                f"the model has {layers} full-attention layers of {heads}; give one list per "
+                "layer and one entry per head"
+            )
 
     @property
     def amounts(self) -> dict[str, Any]:
@@ -203,6 +221,10 @@ class Compression:
             value = getattr(self.method.options, name)
             chosen[name] = value.as_dict() if isinstance(value, ScheduleProfile) else value
         return chosen
+
+
+def _frozen(value: Any) -> Any:
+    return tuple(map(_frozen, value)) if isinstance(value, list) else value
 
 
 def make_compression(

@@ -18,6 +18,7 @@ from transformers import (
     TextStreamer,
 )
 
+from .budgets import whole
 from .cache import CompressedCache
 from .compression import Compression
 from .engine import cache_parameter
@@ -287,10 +288,10 @@ def measure_cache(cache: CompressedCache) -> dict[str, Any]:
     prompt = cache.prompt_lengths[0]
     kv_bytes_full = cache.kv_bytes
     for layer, held in zip(cache.compressed_layers, kept, strict=True):
-        kv_bytes_full += len(cache.prompt_lengths) * layer.token_bytes * (prompt - held)
+        kv_bytes_full += round(len(cache.prompt_lengths) * layer.token_bytes * (prompt - held))
     return {
         "schedule": schedule,
-        "schedule_total": sum(schedule),
+        "schedule_total": whole(sum(schedule)),
         "full_total": prompt * len(schedule),
         "kept_lengths": kept,
         "kv_bytes": cache.kv_bytes,

@@ -114,15 +114,15 @@ def select_by_table(
     return _selection(marks, sum(min(count, tokens) for count in counts_per_head))
 
 
-def select_first(best: Tensor, counts: Tensor, total: int) -> HeadSelection:
+def select_first(places: Tensor, counts: Tensor, total: int) -> HeadSelection:
     """Keep of each head the first tokens of its order.
 
     Args:
-        best: int64 `[batch, kv_heads, tokens]`, as `selection.order` gives it.
+        places: int64 `[batch, kv_heads, tokens]`, as `in_order` makes it of `selection.order`.
         counts: int64 `[batch, kv_heads]`, at most `tokens` each.
         total: their sum, the same in every row of the batch; the caller answers for it.
     """
-    return _selection(in_order(best) < counts[..., None], total)
+    return _selection(places < counts[..., None], total)
 
 
 def in_order(best: Tensor) -> Tensor:

@@ -408,9 +408,10 @@ class CompressedLayer(CacheLayerMixin):
         return held if self._positions is None else {**held, "positions": self._positions}
 
     def expected_shapes(
-        self, kept: int, tokens_seen: int, kv_heads: int, heads: int, head_dim: int
+        self, kept: float, tokens_seen: int, kv_heads: int, heads: int, head_dim: int
     ) -> dict[str, tuple[int, ...]]:
         """Return the shapes of what `tensors` gives out after a prompt of one row, by name."""
+        kept = int(kept)
         states = (1, kv_heads, kept, head_dim)
         shapes: dict[str, tuple[int, ...]] = {"keys": states, "values": states}
         if kept < tokens_seen:
@@ -486,7 +487,7 @@ class CompressedLayer(CacheLayerMixin):
             held += self._held.nbytes
         return held if self._positions is None else held + self._positions.nbytes
 
-    def kept_lengths(self) -> list[int]:
+    def kept_lengths(self) -> Sequence[float]:
         """Return the tokens stored for each batch row."""
         return [] if self._storage is None else self._storage.counts()
 

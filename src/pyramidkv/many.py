@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from transformers import PreTrainedModel
 
 from .cache import CompressedCache
 from .compression import GROWTH_ROWS, Compression
+from .contest import Contest, mean_tokens
 from .engine import cache_parameter
 from .errors import PromptError
 from .layer import take_tokens
@@ -68,10 +70,11 @@ def compress_many(
         raise PromptError(f"the prompt is {tuple(ids.shape)}; it must be one row [1, tokens]")
     layers = len(full_attention_layers(model.config))
     for group in groups:
-        if len({competing(compression) for compression in group}) > 1:
+        if len({competition(compression) for compression in group}) > 1:
             raise MethodError(
-                "methods whose heads compete for tokens and others are stored differently; give "
-                "them as groups of their own"
+                "methods whose heads compete for the tokens of a layer, those whose heads compete "
+                "over all layers, and others are stored differently; give them as groups of their "
+                "own"
             )
     for compression in (member for group in groups for member in group):
         _check(compression)
@@ -99,9 +102,12 @@ def compress_many(
     return Branched([branch.graft(copy.deepcopy(cache)) for branch in branches], logits)
 
 
-def competing(compression: Compression) -> bool:
-    """Say whether the heads of a layer compete for its tokens, so that they keep different ones."""
-    return compression.method.options.head_floor is not None
+def competition(compression: Compression) -> Literal["none", "layer", "model"]:
+    """Say with which others a head competes for tokens; what is not alike is stored differently."""
+    options = compression.method.options
+    if not options.by_head:
+        return "none"
+    return "model" if options.allocation == "global" else "layer"
 
 
 def _check(compression: Compression) -> None:
@@ -143,30 +149,65 @@ class _Branches:
     ):
         self._group = group
         self._scores = [compression.method.build_score() for compression in group]
-        self._schedules = [compression.schedule(layers, tokens) for compression in group]
+        self._layers, self._tokens = layers, tokens
+        self._schedules: list[list[float]] = [
+            [] if compression.follows_prompt else [*compression.schedule(layers, tokens)]
+            for compression in group
+        ]
         self._frequencies = [
             key_frequencies(model) if compression.method.renumber else None for compression in group
         ]
-        self._by_head = {competing(compression) for compression in group} == {True}
+        self._competition = competition(group[0]) if group else "none"
+        self._contest: Contest | None = None
         self._parts: list[tuple[RowStorage, Tensor] | RaggedStorage] = []
 
     def take(self, layer: int, states: _States) -> None:
         """Keep of a layer what each compression of the group chooses."""
-        counts = [schedule[layer] for schedule in self._schedules]
-        self._parts.append(
-            self._take_by_head(counts, states) if self._by_head else self._take(counts, states)
-        )
-
-    def _take_by_head(self, counts: list[int], states: _States) -> RaggedStorage:
-        heads, tokens = states.keys.shape[1:3]
-        selections = []
-        for compression, score, count in zip(self._group, self._scores, counts, strict=True):
-            assert score is not None
-            options = compression.method.options
-            selections.append(options.select_heads(states.scores(score), count * heads))
+        if self._competition == "none":
+            self._parts.append(self._take([int(own[layer]) for own in self._schedules], states))
+            return
+        scores = [states.scores(score) for score in self._scores if score is not None]
         batch = len(self._group)
         keys, values = (each.expand(batch, -1, -1, -1) for each in (states.keys, states.values))
-        return RaggedStorage.gather(keys, values, selections, [tokens] * batch)
+        given = keys, values, scores, [self._tokens] * batch
+        compete = self._compete if self._competition == "model" else self._take_by_head
+        self._parts.append(compete(layer, *given))
+
+    def _take_by_head(
+        self,
+        layer: int,
+        keys: Tensor,
+        values: Tensor,
+        scores: Sequence[Tensor],
+        lengths: Sequence[int],
+    ) -> RaggedStorage:
+        selections = []
+        for compression, own, schedule in zip(self._group, scores, self._schedules, strict=True):
+            options = compression.method.options
+            budget = 0 if options.head_budgets is not None else int(schedule[layer])
+            selection = options.select_heads(own, layer, budget)
+            if options.head_budgets is not None:
+                schedule.append(mean_tokens(selection.total, keys.shape[1]))
+            selections.append(selection)
+        return RaggedStorage.gather(keys, values, selections, lengths)
+
+    def _compete(
+        self,
+        layer: int,
+        keys: Tensor,
+        values: Tensor,
+        scores: Sequence[Tensor],
+        lengths: Sequence[int],
+    ) -> RaggedStorage:
+        if self._contest is None:
+            options = [compression.method.options for compression in self._group]
+            budgets = [each.possible_budget(self._tokens) for each in self._group]
+            heads = keys.shape[1]
+            self._contest = Contest(options, self._layers, heads, lengths, budgets)
+        storage = self._contest.take(keys, values, scores, lengths)
+        if self._contest.complete:
+            self._schedules, self._contest = self._contest.means(), None
+        return storage
 
     def _take(self, counts: list[int], states: _States) -> tuple[RowStorage, Tensor]:
         rows, batch = max(counts), len(self._group)

@@ -23,7 +23,9 @@ if TYPE_CHECKING:
     from .head_selection import HeadSelection
     from .selection import Pooling
 
-AllocationName = Literal["uniform", "pyramid", "power", "entropy", "list", "official"]
+AllocationName = Literal[
+    "uniform", "pyramid", "power", "entropy", "list", "official", "global", "heads"
+]
 ALLOCATIONS: tuple[AllocationName, ...] = ("uniform", "pyramid", "power", "entropy", "list")
 
 OPTIONS_OF_ALLOCATIONS: dict[str, tuple[str, ...]] = {
@@ -43,6 +45,10 @@ ALLOCATION_OPTIONS = frozenset({"allocation", "layer_budgets", *OPTIONS_OF_ALLOC
 SELECTION_OPTIONS = SHARED_OPTIONS | ALLOCATION_OPTIONS | {"pooling", "kernel_size"}
 """Names of the options that mean something whatever the score is."""
 
+HEAD_ALLOCATIONS: tuple[AllocationName, ...] = ("global", "heads")
+"""Allocations to heads, so that what a layer keeps is known after the prompt only: all heads of all
+layers compete, or each has a budget of its own."""
+
 
 class MethodError(PyramidKVError, ValueError):
     """A method or option that does not exist or does not fit; the message says what does."""
@@ -59,15 +65,18 @@ class Options:
         group_reduce: how query heads that share a KV head are combined, `mean` or `max`.
         window_reduce: how the window's queries are combined, `mean` or `max`.
         value_norm: weight scores by the norm of the value vectors.
-        allocation: `uniform`, `pyramid`, `power`, `entropy` or `list`.
+        allocation: `uniform`, `pyramid`, `power`, `entropy` or `list`; of methods whose heads
+            keep different numbers of tokens also `global` or `heads`.
         beta: steepness of the pyramid, from 1 (uniform).
         gamma, c_max, c_min: the power law's exponent and ends, in tokens.
         profile: of the allocation `entropy`: what was measured of the model; without one, the
             entropies are those of the prompt itself.
         share_temperature, share_floor: of the allocation `entropy`, see `budgets.Entropy`.
         layer_budgets: the schedule of the allocation `list`, lowest layer first.
-        head_floor: what a KV head cannot lose to others of its layer, as a fraction of an equal
-            share of the tokens beyond sinks and window; None: all heads keep equally many.
+        head_floor: what a KV head cannot lose to those it competes with, as a fraction of an
+            equal share of the tokens beyond sinks and window; None: all heads keep equally many.
+        head_budgets: the budgets of the allocation `heads`: for each layer, lowest first, one for
+            each KV head.
     """
 
     window_size: int = 32
@@ -87,6 +96,7 @@ class Options:
     share_floor: float = 0.1
     layer_budgets: tuple[int, ...] | None = None
     head_floor: float | None = None
+    head_budgets: tuple[tuple[int, ...], ...] | None = None
 
     def __post_init__(self) -> None:
         for name in ("window_size", "sink_tokens", "kernel_size", "c_max", "c_min"):
@@ -116,7 +126,7 @@ class Options:
             ("pooling", ("max", "avg")),
             ("group_reduce", ("mean", "max")),
             ("window_reduce", ("mean", "max")),
-            ("allocation", (*ALLOCATIONS, "official")),
+            ("allocation", (*ALLOCATIONS, "official", *HEAD_ALLOCATIONS)),
         ):
             value = getattr(self, name)
             if value not in allowed:
@@ -131,6 +141,27 @@ class Options:
                 "allocation 'list' and layer_budgets go together; "
                 f"given: allocation {self.allocation!r}, layer_budgets {self.layer_budgets}"
             )
+        if (self.allocation == "heads") != (self.head_budgets is not None):
+            raise MethodError(
+                "allocation 'heads' and head_budgets go together; "
+                f"given: allocation {self.allocation!r}, head_budgets {self.head_budgets}"
+            )
+        if self.head_budgets is not None:
+            self._check_head_budgets(self.head_budgets)
+
+    def _check_head_budgets(self, budgets: tuple[tuple[int, ...], ...]) -> None:
+        if not budgets or not budgets[0] or len({len(layer) for layer in budgets}) > 1:
+            raise MethodError(
+                "head_budgets is a list of token counts for each layer, one for each KV head, all "
+                f"of one length; given: {[list(layer) for layer in budgets]}"
+            )
+        least = max(1, self.protected)
+        for index, layer in enumerate(budgets):
+            if min(layer) < least:
+                raise MethodError(
+                    f"a head of layer {index} is to keep {min(layer)} tokens, but sinks and window "
+                    f"take {self.protected}; give every head at least {least}"
+                )
 
     @property
     def protected(self) -> int:
@@ -142,6 +173,16 @@ class Options:
         """Whether the schedule follows from the prompt itself, so that nothing else gives it."""
         return self.allocation == "entropy" and self.profile is None
 
+    @property
+    def by_head(self) -> bool:
+        """Whether the KV heads of a layer keep different numbers of tokens."""
+        return self.head_floor is not None or self.head_budgets is not None
+
+    @property
+    def follows_prompt(self) -> bool:
+        """Whether what each layer keeps is known after the prompt only."""
+        return self.measured or self.allocation in HEAD_ALLOCATIONS
+
     def make_shares(self, effective_tokens: tuple[float, ...]) -> Entropy:
         """Return the allocation `entropy` for what was measured, lowest layer first."""
         return Entropy(effective_tokens, self.share_temperature, self.share_floor)
@@ -150,9 +191,14 @@ class Options:
         """Return the allocation these options describe.
 
         Raises:
-            MethodError: it is measured on the prompt.
+            MethodError: it is measured on the prompt, or no allocation to layers.
         """
         match self.allocation:
+            case "global" | "heads":
+                raise MethodError(
+                    f"the allocation {self.allocation!r} is one to heads, not to layers, so how "
+                    "much each layer keeps is known after the prompt only"
+                )
             case "uniform":
                 return Uniform()
             case "pyramid":
@@ -185,13 +231,21 @@ class Options:
 
         return select(scores, count, self.sink_tokens, self.window_size, self.make_pooling())
 
-    def select_heads(self, scores: Tensor, total: int) -> HeadSelection:
-        """Return which `total` tokens of all heads stay, see `head_selection.select_adaptive`."""
-        from .head_selection import select_adaptive
+    def select_heads(self, scores: Tensor, layer: int, budget: int) -> HeadSelection:
+        """Return which tokens of all heads of a layer stay; not with the allocation `global`.
 
+        Args:
+            scores: float32 `[batch, kv_heads, tokens]`.
+            layer: its number among those that are compressed.
+            budget: of the layer, tokens per head; not used if each head has its own.
+        """
+        from .head_selection import select_adaptive, select_by_table
+
+        rest = self.sink_tokens, self.window_size, self.make_pooling()
+        if self.head_budgets is not None:
+            return select_by_table(scores, self.head_budgets[layer], *rest)
         assert self.head_floor is not None
-        sinks, window = self.sink_tokens, self.window_size
-        return select_adaptive(scores, total, sinks, window, self.make_pooling(), self.head_floor)
+        return select_adaptive(scores, budget * scores.shape[1], *rest, self.head_floor)
 
     def order(self, scores: Tensor) -> Tensor:
         """Return all tokens by these options, best first, see `selection.order`."""

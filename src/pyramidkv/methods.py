@@ -57,7 +57,7 @@ def _recency(options: Options) -> Score:
 _WINDOW_OPTIONS = SELECTION_OPTIONS | {"group_reduce", "window_reduce", "value_norm"}
 
 
-_HEAD_OPTIONS = _WINDOW_OPTIONS | {"head_floor"}
+_HEAD_OPTIONS = _WINDOW_OPTIONS | {"head_floor", "head_budgets"}
 
 _IN_WORDS: dict[Capability, str] = {
     "prefill chunks": "a prompt in several pieces",
@@ -165,6 +165,14 @@ class Method:
                 raise MethodError(f"layer_budgets is {budgets}; it is a list of whole numbers")
             changes.setdefault("allocation", "list")
             changes["layer_budgets"] = budgets
+        if changes.get("head_budgets") is not None:
+            changes["head_budgets"] = _table_of(changes["head_budgets"])
+            changes.setdefault("allocation", "heads")
+            if "head_floor" in changes:
+                raise MethodError(
+                    "head_floor means nothing where every head has a budget of its own; give "
+                    "either head_floor or head_budgets"
+                )
         if changes.get("profile") is not None:
             changes.setdefault("allocation", "entropy")
         allocation = changes.get("allocation", self.options.allocation)
@@ -184,7 +192,7 @@ class Method:
         try:
             if options.measured:
                 options.make_shares((1.0,))
-            else:
+            elif not options.follows_prompt:
                 options.make_allocation()
         except ValueError as error:
             raise MethodError(str(error)) from None
@@ -206,7 +214,7 @@ class Method:
 
         Raises:
             BudgetError: the budget is below what sinks and window take.
-            MethodError: the budgets are measured on the prompt.
+            MethodError: the budgets follow from the prompt itself.
         """
         if not self.evicts:
             return [prompt_length] * layers
@@ -288,6 +296,15 @@ METHODS: dict[str, Method] = {
             supports=frozenset(),
         ),
         Method(
+            "global",
+            "as snapkv, with all heads of all layers competing for one total",
+            "arXiv 2407.11550, section 3, over all layers",
+            _window_attention,
+            Options(allocation="global", head_floor=0.2),
+            _HEAD_OPTIONS - ALLOCATION_OPTIONS - {"head_budgets"},
+            supports=frozenset(),
+        ),
+        Method(
             "snapkv-paper",
             "snapkv with the published runs' settings (window 8, pool 7, no sinks)",
             "arXiv 2406.02069, section 5",
@@ -312,6 +329,19 @@ METHODS: dict[str, Method] = {
         ),
     )
 }
+
+
+def _table_of(given: Any) -> tuple[tuple[int, ...], ...]:
+    try:
+        table = tuple(tuple(layer) for layer in given)
+    except TypeError:
+        table = ()
+    if not table or not all(type(count) is int for layer in table for count in layer):
+        raise MethodError(
+            f"head_budgets is {given!r}; it is a list of whole numbers for each layer, one for "
+            "each KV head"
+        )
+    return table
 
 
 def get_method(name: str, **options: Any) -> Method:

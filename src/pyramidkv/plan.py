@@ -6,7 +6,7 @@ All of it is plain numbers on the host: layers never wait for a device to learn 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -14,8 +14,10 @@ from torch import Tensor
 
 from .cascade import Cascade
 from .compression import Compression
+from .contest import Contest, mean_tokens
 from .errors import CacheStateError, PromptError
 from .memory import FreedMemory
+from .ragged import RaggedStorage
 from .scores import AccumulatingScore, Score
 
 PENDING_QUERIES = 64
@@ -65,7 +67,8 @@ class CachePlan:
     Attributes:
         lengths: prompt tokens of each row, without padding and without the question that only
             votes; empty until they are known.
-        schedules: prompt tokens each layer keeps, per row.
+        schedules: prompt tokens each layer keeps, per row; per head on average.
+        contest: what all heads of all layers hold that compete for one total, while they do.
         seen: real tokens of each row so far.
         kept: rows each layer held after it was last brought to its budget, per batch row.
         since: real tokens of each row that came after that.
@@ -80,9 +83,10 @@ class CachePlan:
     observe: Observer | None = None
     frequencies: Tensor | None = None  # of the rotary embedding; None: positions stay
     lengths: list[int] = field(default_factory=list)
-    schedules: list[list[int]] = field(default_factory=list)
+    schedules: list[Sequence[float]] = field(default_factory=list)
     seen: list[int] = field(default_factory=list)
     cascades: list[Cascade] = field(default_factory=list)  # per row, if schedules are measured
+    contest: Contest | None = None
     kept: list[list[int]] = field(default_factory=list)
     since: list[int] = field(default_factory=list)
     pending: list[int] = field(default_factory=list)  # queries not yet in accumulated scores
@@ -105,9 +109,9 @@ class CachePlan:
         self.accumulates = isinstance(self.score, AccumulatingScore)
 
     @property
-    def measures(self) -> bool:
-        """Whether each row's schedule is made from what its layers' attention looks like."""
-        return self.compression.measured
+    def follows_prompt(self) -> bool:
+        """Whether each row's schedule is known after its prompt only."""
+        return self.compression.follows_prompt
 
     @property
     def remembers(self) -> bool:
@@ -124,6 +128,7 @@ class CachePlan:
         """Forget the prompt, announced or seen."""
         self.lengths, self.schedules, self.seen = [], [], []
         self.kept, self.since, self.pending, self.cascades = [], [], [], []
+        self.contest = None
         self.columns = self.columns_seen = self.announced = self.question = self.steps = 0
         self.pieces_done = 0
         self.prompt_ended = self.holes = False
@@ -161,8 +166,9 @@ class CachePlan:
 
     def _set_prompt(self, lengths: list[int], columns: int) -> None:
         self.lengths, self.columns = lengths, columns
-        if self.measures:
-            self.cascades = [self.compression.cascade(self.layer_count, n) for n in lengths]
+        if self.follows_prompt:
+            if self.compression.measured:
+                self.cascades = [self.compression.cascade(self.layer_count, n) for n in lengths]
             self.schedules = [[] for _ in lengths]
         else:
             schedule = self.compression.schedule
@@ -171,17 +177,16 @@ class CachePlan:
         self.kept = [[0] * self.layer_count for _ in lengths]
         self.seen, self.since, self.pending = ([0] * len(lengths) for _ in range(3))
 
-    def restore(self, length: int, schedule: list[int]) -> None:
+    def restore(self, length: int, schedule: Sequence[float]) -> None:
         """Take over a prompt of one row that was processed elsewhere."""
         self._set_prompt([length], length)
-        self.schedules = [list(schedule)]
-        self.kept = [list(schedule)]
+        self.adopt([schedule])
         self.seen, self.columns_seen, self.prompt_ended = [length], length, True
 
-    def adopt(self, schedules: list[list[int]]) -> None:
+    def adopt(self, schedules: Sequence[Sequence[float]]) -> None:
         """Note what the rows keep, which are all of the same prompt."""
         self.schedules = [list(schedule) for schedule in schedules]
-        self.kept = [list(schedule) for schedule in schedules]
+        self.kept = [[int(n) for n in schedule] for schedule in schedules]
 
     def begin(self, layer: int, tokens: int) -> ForwardPass:
         """Note that a layer takes part in a forward pass; each does so in turn, or none.
@@ -320,10 +325,10 @@ class CachePlan:
         assert now is not None
         if now.in_prompt:
             dropped = self.question if now.completes else 0
-            if self.measures:  # nothing is measured yet
+            if self.follows_prompt:  # nothing is known yet
                 return [[count - dropped] * self.layer_count for count in seen]
             return [
-                [min(final, count - dropped) for final in schedule]
+                [min(int(final), count - dropped) for final in schedule]
                 for schedule, count in zip(self.schedules, seen, strict=True)
             ]
         schedule = self.compression.decode_schedule
@@ -360,6 +365,33 @@ class CachePlan:
             self.current.targets[row][: layer + 1] = self.cascades[row].held
         if layer == self.layer_count - 1:
             self.schedules = [list(targets) for targets in self.current.targets]
+
+    def compete(
+        self, keys: Tensor, values: Tensor, scores: Sequence[Tensor], lengths: Sequence[int]
+    ) -> RaggedStorage:
+        """Return what a layer holds whose heads compete with those of all others.
+
+        Args:
+            keys, values, scores, lengths: see `Contest.take`.
+        """
+        if self.contest is None:
+            options, budget = self.compression.method.options, self.compression.possible_budget
+            tokens = [own.shape[2] for own in scores]
+            budgets = [budget(count) for count in self.lengths]
+            rows = [options] * len(tokens)
+            layers, heads = self.layer_count, keys.shape[1]
+            self.contest = Contest(rows, layers, heads, tokens, budgets)
+        storage = self.contest.take(keys, values, scores, lengths)
+        if self.contest.complete:
+            self.schedules = list(self.contest.means())
+            self.contest = None
+        return storage
+
+    def note(self, storage: RaggedStorage) -> None:
+        """Take over how much a layer keeps that nothing but its heads' budgets says."""
+        for row, total in enumerate(storage.totals):
+            own = [*self.schedules[row], mean_tokens(total, storage.kv_heads)]
+            self.schedules[row] = own
 
     def positions_before(self, row: int) -> int:
         """Return where the first token stands that came since the last eviction."""
@@ -416,9 +448,8 @@ class CachePlan:
             [values[row] for row in rows]
             for values in (self.lengths, self.seen, self.since, self.pending)
         )
-        self.schedules, self.kept = (
-            [list(values[row]) for row in rows] for values in (self.schedules, self.kept)
-        )
+        self.schedules = [list(self.schedules[row]) for row in rows]
+        self.kept = [list(self.kept[row]) for row in rows]
 
 
 def _count_left_padded(valid: Tensor, may_be_empty: bool = False) -> list[int]:

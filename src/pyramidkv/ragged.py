@@ -148,17 +148,21 @@ class RaggedStorage:
         self.tail.remove(count)
 
     @for_later_passes
-    def keep(self, marks: Tensor, totals: Sequence[int]) -> None:
+    def keep(self, marks: Tensor, totals: Sequence[int]) -> Tensor:
         """Let go of tokens of the flat part, without waiting for the device.
 
         Args:
             marks: bool `[kept]`, True for those that stay.
             totals: how many of them each batch row has; the caller answers for it.
+
+        Returns:
+            int64, where in the old flat part those lay that stay.
         """
         places = marked_places(marks, sum(totals))
         ends = functional.pad(marks.cumsum(0), (1, 0))
         counts = ends[self.offsets].diff().view(self.batch, -1)
         self._hold([flat.index_select(0, places) for flat in self._flats], counts, totals)
+        return places
 
     def take_rows(self, take: Callable[[Tensor], Tensor]) -> None:
         """Replace the rows of the batch by what `take` makes of them, as in a beam search.

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from .contest import mean_tokens
 from .decode_attention import attend_ragged
 from .errors import CacheStateError
 from .head_selection import HeadSelection
@@ -17,11 +19,12 @@ from .storage import RowStorage, for_later_passes
 
 
 class RaggedLayer(CompressedLayer):
-    """One full-attention layer of a cache whose KV heads compete for the layer's tokens.
+    """One full-attention layer of a cache whose KV heads keep different numbers of tokens.
 
-    The layer's share of the budget is a number of tokens per head on average, as everywhere; which
-    head gets how many follows from the scores. Later passes are attended to here, not by the
-    model's implementation, which knows no heads of different lengths.
+    They compete for the layer's share of the budget, which is a number of tokens per head on
+    average, as everywhere; or with the heads of all other layers; or each has its own budget. Later
+    passes are attended to here, not by the model's implementation, which knows no heads of
+    different lengths.
     """
 
     def __init__(self, index: int, plan: CachePlan):
@@ -68,16 +71,24 @@ class RaggedLayer(CompressedLayer):
         options = plan.compression.method.options
         counts, targets = plan.candidates(self.index), plan.targets(self.index)
         dropped = plan.question if now.completes else 0
-        heads = keys.shape[1]
         selections: list[HeadSelection] = []
+        waiting: list[Tensor] = []  # scores of each row, if all layers are to be compared
         for at in self._parts(keys.shape[2]):
             count, target = counts[at.start], targets[at.start]
             own_voters = last_tokens(voters[at], now.voters[at.start])
             own = last_tokens(keys[at], count), last_tokens(values[at], count)
             scores = votes.scores(at, own_voters, *own, scale, softcap)
             keepable = scores[..., : count - dropped]
-            selections.append(options.select_heads(keepable, target * heads))
+            if options.allocation == "global":
+                waiting += keepable.split(1)
+            else:
+                selections.append(options.select_heads(keepable, self.index, target))
+        if waiting:
+            self._ragged = plan.compete(keys, values, waiting, counts)
+            return
         self._ragged = RaggedStorage.gather(keys, values, selections, counts)
+        if options.head_budgets is not None:
+            plan.note(self._ragged)
 
     def _removable(self) -> int:
         return 0 if self._ragged is None else self._ragged.tail.rows
@@ -123,13 +134,14 @@ class RaggedLayer(CompressedLayer):
             raise CacheStateError("the cache is empty: no prompt has been processed")
         return self._ragged.tail.keys, self._ragged.tail.values
 
-    def kept_lengths(self) -> list[int]:
-        """Return the tokens stored for each batch row, per head on average: a whole number."""
+    def kept_lengths(self) -> Sequence[float]:
+        """Return the tokens stored for each batch row, per head on average."""
         if self._ragged is None:
             return []
         later = self._ragged.tail.counts()
         totals = self._ragged.totals
-        return [n // self._ragged.kv_heads + m for n, m in zip(totals, later, strict=True)]
+        heads = self._ragged.kv_heads
+        return [mean_tokens(n, heads) + m for n, m in zip(totals, later, strict=True)]
 
     def head_lengths(self) -> list[list[int]]:
         """Return the tokens stored by batch row and KV head, padding not counted."""
@@ -159,9 +171,9 @@ class RaggedLayer(CompressedLayer):
         }
 
     def expected_shapes(
-        self, kept: int, tokens_seen: int, kv_heads: int, heads: int, head_dim: int
+        self, kept: float, tokens_seen: int, kv_heads: int, heads: int, head_dim: int
     ) -> dict[str, tuple[int, ...]]:
-        states = (kept * kv_heads, head_dim)
+        states = (round(kept * kv_heads), head_dim)
         return {
             "keys": states,
             "values": states,

@@ -46,7 +46,7 @@ def ask(
         why = "a saved context is compressed already" if load is not None else "none is given"
         raise inputs.InputError(f"--query-aware lets the first question vote, but {why}")
     # A context that is loaded is in memory before anything is saved, so that it may be replaced.
-    read = [context, given["schedule"], *plugins]
+    read = [context, *options.files_read(given), *plugins]
     inputs.check_files({"--output": output}, [load, *read], model)
     inputs.check_files({"--save": save, "--output": output}, read, model)
 

@@ -42,7 +42,7 @@ def chat(
             "the document cannot come from standard input, where the questions come from; give a "
             "file to --context"
         )
-    read = [context, given["schedule"], *options.load_plugins(given)]
+    read = [context, *options.files_read(given), *options.load_plugins(given)]
     text = contexts.check(given)
 
     options.quiet_transformers()

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from ..budgets import whole
 from ..compression import describe_method
 from ..records import format_bytes
 
@@ -72,14 +73,22 @@ def results_table(records: Sequence[dict[str, Any]]) -> Table:
         table.add_row(name, *(value(record) for record in records))
 
     row("prompt tokens", lambda r: f"{r['prompt_tokens']:,}")
-    row("kept, first layer", lambda r: f"{r['kept_lengths'][0]:,}")
-    row("kept, last layer", lambda r: f"{r['kept_lengths'][-1]:,}")
-    row("kept in all / full", lambda r: _share(sum(r["kept_lengths"]), r["full_total"], "{:,}"))
+    row("kept, first layer", lambda r: _tokens(r["kept_lengths"][0]))
+    row("kept, last layer", lambda r: _tokens(r["kept_lengths"][-1]))
+    row(
+        "kept in all / full",
+        lambda r: f"{_tokens(whole(sum(r['kept_lengths'])))} / {_tokens(r['full_total'])}",
+    )
     row("KV cache / full", lambda r: _bytes_share(r["kv_bytes"], r["kv_bytes_full"]))
     row("smaller by", lambda r: f"{r['kv_bytes_full'] / r['kv_bytes']:.1f}x")
     row("time to first token", lambda r: f"{r['time_to_first_token_s']:.2f} s")
     row("time per token", lambda r: _milliseconds(r["time_per_output_token_s"]))
     return table
+
+
+def _tokens(count: float) -> str:
+    """Format tokens per head, which are no whole number where heads of a layer differ."""
+    return f"{count:,}" if isinstance(count, int) else f"{count:,.1f}"
 
 
 def spread(count: int, most: int) -> list[int]:

@@ -48,7 +48,9 @@ def generate(
     compression = options.compression_from(given)
     inputs.check_seed(seed)
     text = inputs.read_prompt(prompt, prompt_file, source)
-    inputs.check_files({"--output": output}, [prompt_file, given["schedule"], *plugins], model)
+    inputs.check_files(
+        {"--output": output}, [prompt_file, *options.files_read(given), *plugins], model
+    )
     if dry_run and (output is not None or compare):
         raise inputs.InputError(
             "--dry-run runs nothing, so it takes neither --output nor --compare"
@@ -68,10 +70,10 @@ def generate(
     prompts.check_chunk(prefill_chunk)
     ids = prompts.encode_prompt(tokenizer, text, chat, limit, max_new_tokens)
     layers_to_compress(config, compression)
-    if dry_run or not compression.measured:
+    if dry_run or not compression.follows_prompt:
         schedule = compression.schedule(len(layers), ids.shape[1])
     else:
-        compression.cascade(len(layers), ids.shape[1])  # refuses what does not fit the prompt
+        compression.possible_budget(ids.shape[1])  # refuses what does not fit the prompt
     if dry_run:
         show_schedule(compression, schedule, layers, ids.shape[1], prefill_chunk)
         return

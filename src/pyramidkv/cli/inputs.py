@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 import tempfile
@@ -246,6 +247,20 @@ def layer_budgets(text: str | None) -> tuple[int, ...] | None:
     if text is None:
         return None
     return whole_numbers(text, "--layer-budgets", ", one per full-attention layer")
+
+
+def head_budgets(path: Path) -> Any:
+    """Read a JSON file of budgets of heads; what it says is checked by the method's options.
+
+    Raises:
+        InputError: it cannot be read, or is no JSON.
+    """
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InputError(f"cannot read {str(path)!r}: {error.strerror}") from None
+    except ValueError as error:
+        raise InputError(f"{str(path)!r} is no JSON: {error}") from None
 
 
 def whole_numbers(text: str, option: str, what: str = "") -> tuple[int, ...]:

@@ -58,7 +58,7 @@ def _options(method: Method) -> str:
         _flags(method, ("window_size", "sink_tokens")),
         "score options" if set(_OF_SCORES) <= method.settable else _flags(method, _OF_SCORES),
         "budget options" if "allocation" in method.settable else _flags(method, ("beta",)),
-        _flags(method, ("head_floor",)),
+        _flags(method, ("head_floor", "head_budgets")),
     ]
     return ", ".join(group for group in groups if group) or "none"
 

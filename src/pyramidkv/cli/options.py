@@ -16,7 +16,7 @@ import typer
 from ..compression import Compression, make_compression
 from ..plugins import load_plugin
 from ..schedule_profile import ScheduleProfile
-from .inputs import InputError, layer_budgets
+from .inputs import InputError, head_budgets, layer_budgets
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -91,6 +91,10 @@ CMin = Annotated[int | None, typer.Option(help="Highest layer of the power law."
 LayerBudgets = Annotated[
     str | None, typer.Option(help="Budgets layer by layer, such as 400,200,100.")
 ]
+HeadBudgets = Annotated[
+    Path | None,
+    typer.Option(help="JSON file of budgets: for each layer a list, one for each KV head."),
+]
 MaxNewTokens = Annotated[int, typer.Option(help="Where to stop at the latest.")]
 Temperature = Annotated[float, typer.Option(help="0 is greedy; above 0 samples.")]
 Seed = Annotated[int, typer.Option(help="Seed for sampling.")]
@@ -163,12 +167,13 @@ METHOD_OPTIONS = Group(
         "share_floor": (ShareFloor, None),
         "head_floor": (HeadFloor, None),
         "layer_budgets": (LayerBudgets, None),
+        "head_budgets": (HeadBudgets, None),
     },
 )
-_MEASURED = ("schedule", "share_temperature", "share_floor")
+_NOT_SERVED = ("schedule", "share_temperature", "share_floor", "head_floor", "head_budgets")
 SERVED_OPTIONS = Group(
     METHOD_OPTIONS.title,
-    {name: told for name, told in METHOD_OPTIONS.options.items() if name not in _MEASURED},
+    {name: told for name, told in METHOD_OPTIONS.options.items() if name not in _NOT_SERVED},
 )
 GENERATION = Group(
     "Generation",
@@ -226,9 +231,16 @@ def method_options(given: dict[str, Any]) -> dict[str, Any]:
     chosen = {n: given[n] for n in METHOD_OPTIONS.options if given.get(n) is not None}
     if "layer_budgets" in chosen:
         chosen["layer_budgets"] = layer_budgets(chosen["layer_budgets"])
+    if "head_budgets" in chosen:
+        chosen["head_budgets"] = head_budgets(chosen["head_budgets"])
     if "schedule" in chosen:
         chosen["profile"] = ScheduleProfile.read(chosen.pop("schedule"))
     return chosen
+
+
+def files_read(given: dict[str, Any]) -> list[Path | None]:
+    """Return the files that the method's options name, not to be written over."""
+    return [given["schedule"], given["head_budgets"]]
 
 
 def load_plugins(given: dict[str, Any]) -> list[Path]:

@@ -83,7 +83,7 @@ def plan(
     )
     plugins = options.load_plugins(given)
     compressions = _compressions(given, compare)
-    read = [given["schedule"], *plugins]
+    read = [*options.files_read(given), *plugins]
     inputs.check_files({"--output": output, "--plot": plot}, read, model)
     inputs.check_picture(plot)
     source = find_model(model)

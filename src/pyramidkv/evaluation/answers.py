@@ -13,7 +13,7 @@ from ..cache import CompressedCache
 from ..compression import Compression
 from ..errors import PromptError
 from ..generation import decode, stop_tokens, until_stop
-from ..many import competing, compress_many
+from ..many import competition, compress_many
 from ..prompts import PromptFormat, common_prefix
 from .sample import Sample
 
@@ -44,7 +44,7 @@ class Answer:
         text: special tokens left out.
         token_ids: generated tokens, up to the one that ends the answer, which is included.
         prompt_tokens: tokens of the prompt that was compressed.
-        kept: tokens kept of it, per full-attention layer.
+        kept: tokens kept of it, per full-attention layer, per head on average.
         kept_bytes: bytes of their keys and values, of this row alone.
         footprint: rows held in these layers summed over the generation, relative to the full
             cache's over the same steps.
@@ -53,7 +53,7 @@ class Answer:
     text: str
     token_ids: list[int]
     prompt_tokens: int
-    kept: list[int]
+    kept: list[float]
     kept_bytes: int
     footprint: float
 
@@ -149,9 +149,11 @@ def answer_sample(
 def _groups(compressions: Sequence[Compression]) -> list[list[int]]:
     """Return which compressions go on together: those whose rows are alike."""
     full = [i for i, one in enumerate(compressions) if not one.method.evicts]
-    by_head = [i for i, one in enumerate(compressions) if competing(one)]
-    others = [i for i in range(len(compressions)) if i not in (*full, *by_head)]
-    return [group for group in (others, by_head, full) if group]
+    alike: dict[str, list[int]] = {}
+    for i, one in enumerate(compressions):
+        if i not in full:
+            alike.setdefault(competition(one), []).append(i)
+    return [*alike.values(), full] if full else list(alike.values())
 
 
 def _generate(
@@ -198,13 +200,13 @@ def _generate(
     return [answers[row] for row in range(rows)]
 
 
-def _row_bytes(cache: CompressedCache, kept: Sequence[int]) -> int:
+def _row_bytes(cache: CompressedCache, kept: Sequence[float]) -> int:
     """Return the bytes of what a row keeps, read off the tensors' shapes and type."""
     layers = zip(cache.compressed_layers, kept, strict=True)
-    return sum(layer.token_bytes * tokens for layer, tokens in layers)
+    return round(sum(layer.token_bytes * tokens for layer, tokens in layers))
 
 
-def _footprint(kept: Sequence[int], prompt: int, later: int, generated: int) -> float:
+def _footprint(kept: Sequence[float], prompt: int, later: int, generated: int) -> float:
     """Return rows held over the generation's steps, relative to those of the full cache.
 
     Step t of G holds what is kept of the prompt, `later` tokens that came behind it, and t - 1

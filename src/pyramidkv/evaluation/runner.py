@@ -17,6 +17,7 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from ..budgets import whole
 from ..compression import Compression, describe_method
 from ..measure import machine, versions
 from ..prompts import context_length
@@ -138,7 +139,7 @@ def _describe(given: Answer, sample: Sample) -> dict[str, Any]:
         "text": given.text,
         "score": score_sample(sample, given.text),
         "generated_tokens": len(given.token_ids),
-        "kept_tokens": sum(given.kept),
+        "kept_tokens": whole(sum(given.kept)),
         "kept_bytes": given.kept_bytes,
         "compressed_tokens": given.prompt_tokens,
         "full_tokens": given.prompt_tokens * len(given.kept),
