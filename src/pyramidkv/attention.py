@@ -25,6 +25,7 @@ from .errors import PyramidKVError
 
 if TYPE_CHECKING:
     from .layer import CompressedLayer
+    from .static_cache import StaticCompressedLayer
 
 AttentionFunction = Callable[..., tuple[Tensor, Tensor | None]]
 
@@ -68,10 +69,10 @@ def _make_attention(base: str) -> AttentionFunction:
         attention_mask: Tensor | None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        run = _base_function(base, module)
         output: tuple[Tensor, Tensor | None]
-        layer: CompressedLayer | None = getattr(key, LAYER_TAG, None)
+        layer: CompressedLayer | StaticCompressedLayer | None = getattr(key, LAYER_TAG, None)
         if layer is None:
+            run = _base_function(base, module)
             return run(module, query, key, value, attention_mask, **kwargs)
         visible = layer.visible(key, attention_mask, _valid_tokens)
         scale, softcap = kwargs.get("scaling") or query.shape[-1] ** -0.5, kwargs.get("softcap")
@@ -80,6 +81,7 @@ def _make_attention(base: str) -> AttentionFunction:
         else:
             if not layer.at_start:
                 attention_mask = _step_mask(base, visible, key, query.shape[2])
+            run = _base_function(base, module)
             output = run(module, query, key, value, attention_mask, **kwargs)
         layer.finish(query, key, value, scale, softcap)
         return output

@@ -23,6 +23,7 @@ from .plan import INTERRUPTED, CachePlan, Observer
 from .ragged import RaggedStorage
 from .ragged_layer import RaggedLayer
 from .rotary import key_frequencies
+from .static_cache import StaticCompressedCache, StaticCompressedLayer
 from .storage import RowStorage
 from .support import check_model
 
@@ -434,6 +435,41 @@ class CompressedCache(Cache):
         super().crop(tokens_to_remove)
         after = self.compressed_layers[0].kept_lengths()
         self._plan.remove([round(a - b) for a, b in zip(before, after, strict=True)])
+
+    def to_static(self, max_new_tokens: int) -> StaticCompressedCache:
+        """Return a copy of what is held, with room for so many tokens, for compiled decode steps.
+
+        Raises:
+            CacheStateError: there is no whole prompt, or a layer cannot be of static shape.
+        """
+        if type(max_new_tokens) is not int or max_new_tokens < 1:
+            raise CacheStateError(
+                f"max_new_tokens is {max_new_tokens!r}; it is a whole number of at least 1"
+            )
+        if not self._plan.complete or self._plan.current is not None:
+            raise CacheStateError("the prompt has not been processed yet, or not all of it")
+        if self.compression.decode_budget is not None:
+            raise CacheStateError(
+                "a static cache evicts nothing, so it cannot keep to a decode budget; make the "
+                "cache without one"
+            )
+        model = self._held() if self._held is not None else None
+        if model is None:
+            raise CacheStateError(
+                "this cache belongs to a `compress` block; make it with "
+                "pyramidkv.CompressedCache(model, ...)"
+            )
+        layers: list[Any] = self.layers
+        made = []
+        for index, layer in enumerate(layers):
+            storage = layer.storage if isinstance(layer, CompressedLayer) else None
+            if storage is None:
+                what = "is of another kind"
+                if isinstance(layer, RaggedLayer):
+                    what = "has heads of different lengths"
+                raise CacheStateError(f"layer {index} {what}, which cannot be of static shape")
+            made.append(StaticCompressedLayer(storage, layer.get_seq_length(), max_new_tokens))
+        return StaticCompressedCache(model, made)
 
     def reset(self) -> None:
         """Empty the cache, ready for another prompt."""

@@ -401,6 +401,11 @@ class CompressedLayer(CacheLayerMixin):
         """The stored values, `[batch, kv_heads, rows, head_dim]`; None before the prompt."""
         return None if self._storage is None else self._storage.values
 
+    @property
+    def storage(self) -> RowStorage | None:
+        """Where keys and values lie, if all heads keep equally many; None before the prompt."""
+        return self._storage
+
     def tensors(self) -> dict[str, Tensor]:
         """Return what this layer holds of a prompt, by name, to be given to `restore`."""
         assert self._storage is not None

@@ -8,6 +8,7 @@ import typer
 
 from ..errors import PyramidKVError
 from .ask import ask
+from .bench import bench
 from .chat import chat
 from .demo import demo
 from .evaluate import eval_app
@@ -33,6 +34,7 @@ app.command()(methods)
 app.command()(plan)
 app.command()(profile)
 app.command()(simulate)
+app.command()(bench)
 app.add_typer(eval_app)
 app.command()(report)
 app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(serve)

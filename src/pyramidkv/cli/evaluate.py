@@ -8,9 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..compression import Compression, make_compression
 from ..evaluation.sample import Sample
-from ..methods import get_method
 from ..plugins import describe_plugins
 from ..records import format_bytes
 from . import display, inputs, options
@@ -31,8 +29,6 @@ eval_app = typer.Typer(
     no_args_is_help=True,
 )
 
-Methods = Annotated[str, typer.Option(help="METHOD[:ALLOCATION], separated by commas.")]
-Budgets = Annotated[str, typer.Option(help="Tokens kept per layer on average, such as 64,128.")]
 Lengths = Annotated[str, typer.Option(help="Tokens of prompt and answer, such as 2048,4096.")]
 Samples = Annotated[int, typer.Option(help="Of each task and length.")]
 Folder = Annotated[Path, typer.Option("--output", help="The run's folder; goes on if it has one.")]
@@ -46,9 +42,9 @@ HaystackName = Annotated[
 _SHARED = options.Group(
     "What is judged",
     {
-        "methods": (Methods, METHODS),
+        "methods": (options.Methods, METHODS),
         "plugin": (options.Plugins, None),
-        "budgets": (Budgets, "64,128,256,512"),
+        "budgets": (options.Budgets, "64,128,256,512"),
         "agnostic": (Agnostic, False),
         "shard": (Part, "1/1"),
         "window_size": (options.WindowSize, None),
@@ -208,7 +204,7 @@ def _evaluate(
 ) -> None:
     """Answer the samples that `make` makes, given what measures a prompt, and show the summary."""
     plugins = options.load_plugins(given)
-    compressions = _compressions(given)
+    compressions = options.compressions(given)
     if plugins:
         settings = {**settings, "plugins": describe_plugins(plugins)}
     options.quiet_transformers()
@@ -245,20 +241,6 @@ def measure(
 
     sample = Sample("measured", 0, context, question, (), "match_all", 0, answer_prefix)
     return len(sample_ids(tokenizer, sample))
-
-
-def _compressions(given: dict[str, Any]) -> list[Compression]:
-    budgets = inputs.whole_numbers(given["budgets"], "--budgets")
-    shared = {
-        name: given[name] for name in ("window_size", "sink_tokens") if given[name] is not None
-    }
-    result = []
-    for name, own in inputs.named_methods(given["methods"], "--methods"):
-        if not get_method(name).evicts:
-            result.append(make_compression(name))
-            continue
-        result += [make_compression(name, budget, **shared, **own) for budget in budgets]
-    return result
 
 
 def _shard(text: str) -> Shard:

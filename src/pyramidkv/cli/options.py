@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 import typer
 
 from ..compression import Compression, make_compression
+from ..methods import get_method
 from ..plugins import load_plugin
 from ..schedule_profile import ScheduleProfile
-from .inputs import InputError, head_budgets, layer_budgets
+from .inputs import InputError, head_budgets, layer_budgets, named_methods, whole_numbers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -95,6 +96,8 @@ HeadBudgets = Annotated[
     Path | None,
     typer.Option(help="JSON file of budgets: for each layer a list, one for each KV head."),
 ]
+Methods = Annotated[str, typer.Option(help="METHOD[:ALLOCATION], separated by commas.")]
+Budgets = Annotated[str, typer.Option(help="Tokens kept per layer on average, such as 64,128.")]
 MaxNewTokens = Annotated[int, typer.Option(help="Where to stop at the latest.")]
 Temperature = Annotated[float, typer.Option(help="0 is greedy; above 0 samples.")]
 Seed = Annotated[int, typer.Option(help="Seed for sampling.")]
@@ -236,6 +239,25 @@ def method_options(given: dict[str, Any]) -> dict[str, Any]:
     if "schedule" in chosen:
         chosen["profile"] = ScheduleProfile.read(chosen.pop("schedule"))
     return chosen
+
+
+def compressions(given: dict[str, Any]) -> list[Compression]:
+    """Return every method of `methods` with every budget of `budgets`, lists a command was given.
+
+    Raises:
+        InputError, MethodError, BudgetError: they are none, or do not fit one another.
+    """
+    budgets = whole_numbers(given["budgets"], "--budgets")
+    shared = {
+        name: given[name] for name in ("window_size", "sink_tokens") if given[name] is not None
+    }
+    result = []
+    for name, own in named_methods(given["methods"], "--methods"):
+        if not get_method(name).evicts:
+            result.append(make_compression(name))
+            continue
+        result += [make_compression(name, budget, **shared, **own) for budget in budgets]
+    return result
 
 
 def files_read(given: dict[str, Any]) -> list[Path | None]:
