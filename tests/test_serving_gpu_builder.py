@@ -159,7 +159,8 @@ def test_rows_past_their_prompt_are_shown_without_what_was_freed(config):
     assert metadata.max_seq_len == 100
     assert torch.equal(metadata.block_table[0, :6], told.block_table_tensor[0, freed : freed + 6])
     assert torch.equal(metadata.block_table[1:, :7], told.block_table_tensor[1:, :7])
-    assert [(p.row, p.end, p.tokens, p.skipped) for p in metadata.ending] == [(3, 17, 100, freed)]
+    ending = metadata.compaction.ending
+    assert [(p.row, p.end, p.tokens, p.skipped) for p in ending] == [(3, 17, 100, freed)]
     assert metadata.slot_mapping is told.slot_mapping
     assert told.seq_lens.tolist() == [131, 60, 61, 100, 0]
 

@@ -172,7 +172,8 @@ def test_who_leaves_a_stream_leaves_no_blocks(server, client):
     with complete(client, prompt=prompt, max_tokens=new, stream=True) as stream:
         for _ in range(3):
             next(stream)
-        assert server.metrics()["vllm:kv_cache_usage_perc"] > 0
+        while server.metrics()["vllm:kv_cache_usage_perc"] == 0:
+            next(stream)  # the gauge may lag behind; the answer's end would end the test
     assert asyncio.run(come_to_rest(server)) == []
     assert 3 <= server.metrics()["vllm:generation_tokens_total"] - made < new
 

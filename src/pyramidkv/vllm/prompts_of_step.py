@@ -175,6 +175,7 @@ class Compaction:
     they keep; the last of the group sees to it that all have.
 
     Attributes:
+        ending: the prompts.
         unfinished: layers that have yet to come.
     """
 
@@ -183,7 +184,7 @@ class Compaction:
     ) -> None:
         """Prepare for the layers of a group, at least one prompt of which ends."""
         self.unfinished = layers
-        self._ending, self._settings = ending, settings
+        self.ending, self._settings = ending, settings
         self._scored: list[tuple[BlockedCache, list[Tensor]]] = []
         self._held = 0
 
@@ -204,7 +205,7 @@ class Compaction:
             scale, softcap: of the layer's attention.
         """
         scores = []
-        for prompt in self._ending:
+        for prompt in self.ending:
             blocks = _blocks_of(prompt, table, cache.block_size)
             keys = values = cache.gather_keys(blocks, prompt.tokens)
             if self._settings.compression.method.options.value_norm:  # what alone reads values
@@ -219,7 +220,7 @@ class Compaction:
 
     def _move(self, table: Tensor) -> None:
         caches = [cache for cache, _ in self._scored]
-        for i, prompt in enumerate(self._ending):
+        for i, prompt in enumerate(self.ending):
             scores = torch.cat([scores[i] for _, scores in self._scored])
             size = caches[0].block_size
             compact_prompt(caches, _blocks_of(prompt, table, size), scores, prompt, self._settings)
