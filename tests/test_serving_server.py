@@ -29,7 +29,7 @@ import openai
 import servers
 from serving_soak import come_to_rest
 
-LONGEST = 640
+LONGEST = 4000  # long enough for a client to leave an answer before its end
 
 
 @pytest.fixture(scope="module")
@@ -39,6 +39,7 @@ def server(folder, tmp_path_factory):  # noqa: F811
     options = [
         *("--budget", "64", "--window-size", "16", "--kernel-size", "7", "--dtype", "float32"),
         *("--max-model-len", str(LONGEST), "--block-size", "32", "--max-num-seqs", "8"),
+        *("--hf-overrides", json.dumps({"max_position_embeddings": LONGEST})),
         *("--enforce-eager", "--served-model-name", servers.NAME),
     ]
     log = tmp_path_factory.mktemp("server") / "log.txt"
@@ -84,7 +85,7 @@ def test_answers_are_those_of_the_transformers_engine(server, folder):  # noqa: 
     assert answer["usage"]["prompt_tokens"] == sum(LENGTHS)
     shown = server.log.read_text()
     assert "groups of layers, lowest first, keep" in shown
-    assert "pyramidkv: a prompt of 640 tokens: 80 blocks while it is processed, " in shown
+    assert "pyramidkv: a prompt of 4,000 tokens: 500 blocks while it is processed, " in shown
 
 
 def test_a_chat_and_a_prompt_that_is_too_long(server):
@@ -93,9 +94,9 @@ def test_a_chat_and_a_prompt_that_is_too_long(server):
     assert answer["usage"]["prompt_tokens"] == 302
     assert answer["usage"]["completion_tokens"] <= 5
     with pytest.raises(urllib.error.HTTPError) as refused:
-        ask(server, "/v1/completions", prompt=[5] * 700, max_tokens=5)
+        ask(server, "/v1/completions", prompt=[5] * (LONGEST + 60), max_tokens=5)
     assert refused.value.code == 400
-    assert "640" in json.load(refused.value)["error"]["message"]
+    assert str(LONGEST) in json.load(refused.value)["error"]["message"]
 
 
 def complete(client, **asked):
