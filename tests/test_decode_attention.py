@@ -120,10 +120,30 @@ def test_a_long_segment_is_split_over_threads(monkeypatch, threads, length):
     close(attend_ragged(queries, storage, 0.2), expected)
 
 
+@pytest.mark.parametrize("threads", [8, 13])
+@pytest.mark.parametrize("rows", [16, 17, 51])
+def test_few_heads_of_a_dense_cache_are_split_over_threads(monkeypatch, threads, rows):
+    monkeypatch.setattr(decode_attention, "SPLIT_ROWS", 4)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    taken = []
+    whole = decode_attention._attend
+    monkeypatch.setattr(
+        decode_attention, "_attend", lambda *given: (taken.append(given[1]), whole(*given))[1]
+    )
+    room = torch.randn(2, 2, 2, 80, 64)  # heads do not lie one behind the other
+    keys, values = room[:, :, :, :rows]
+    queries = torch.randn(2, 6, 1, 64)
+    result = attend(queries, keys, values, 0.2)
+    close(result, attend_reference(queries, keys, values, 0.2))
+    pieces = min(threads // 4, rows // 4)
+    assert taken[0].shape == (pieces, 2, rows // pieces, 64)
+    assert taken[0].data_ptr() == keys.data_ptr()  # a view
+
+
 @pytest.mark.parametrize("softcap", [None, 30.0])
 def test_few_keys_at_once_make_no_difference(monkeypatch, softcap):
     monkeypatch.setattr(decode_attention, "workspace_bytes", lambda device: 4 * 2 * 64 * 7)
-    monkeypatch.setattr(decode_attention, "_has_kernel", lambda *states: False)
+    monkeypatch.setattr(decode_attention, "has_kernel", lambda *states: False)
     keys, values, queries = (
         torch.randn(1, 2, 50, 64),
         torch.randn(1, 2, 50, 64),

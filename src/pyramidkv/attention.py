@@ -76,7 +76,7 @@ def _make_attention(base: str) -> AttentionFunction:
             return run(module, query, key, value, attention_mask, **kwargs)
         visible = layer.visible(key, attention_mask, _valid_tokens)
         scale, softcap = kwargs.get("scaling") or query.shape[-1] ** -0.5, kwargs.get("softcap")
-        if layer.attends:
+        if layer.attends(base, query):
             output = layer.attend(query, scale, softcap).transpose(1, 2).contiguous(), None
         else:
             if not layer.at_start:

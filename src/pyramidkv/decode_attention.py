@@ -42,7 +42,11 @@ def attend(
         `[batch, query_heads, n, head_dim]`; zero for a query that sees nothing.
     """
     mask = _mask(queries, keys, visible)
-    part = _attend(group_queries(queries, keys.shape[1]), keys, values, scale, softcap, mask)
+    grouped = group_queries(queries, keys.shape[1])
+    if mask is None:
+        part = _attend_split(grouped, keys, values, scale, softcap)
+    else:
+        part = _attend(grouped, keys, values, scale, softcap, mask)
     return part.output.to(queries.dtype).reshape(*queries.shape[:3], -1)
 
 
@@ -162,7 +166,7 @@ def _attend_segments(
         storage.values[None, None].split(lengths, dim=2),
         strict=True,
     )
-    parts = [_attend_segment(*segment, scale, softcap) for segment in segments]
+    parts = [_attend_split(*segment, scale, softcap) for segment in segments]
     size = queries.shape[:3]
     return _Part(
         torch.cat([part.output for part in parts]).view(*size, -1),
@@ -170,21 +174,39 @@ def _attend_segments(
     )
 
 
-def _attend_segment(
+def _attend_split(
     queries: Tensor, keys: Tensor, values: Tensor, scale: float, softcap: float | None
 ) -> _Part:
-    """Return the attention over one segment, `[1, 1, rows, head_dim]`, a part to each thread."""
-    rows = keys.shape[2]
+    """Do the work of `_attend`, with long keys split so that no thread of a CPU is idle."""
+    batch, kv_heads, rows, _ = keys.shape
     pieces = 1
     if keys.device.type == "cpu":
-        pieces = min(torch.get_num_threads(), rows // SPLIT_ROWS)
+        pieces = min(torch.get_num_threads() // (batch * kv_heads), rows // SPLIT_ROWS)
     if pieces <= 1:
         return _attend(queries, keys, values, scale, softcap)
+    each = zip(queries.split(1), keys.split(1), values.split(1), strict=True)
+    parts = [_attend_pieces(*row, pieces, scale, softcap) for row in each]
+    return _Part(
+        torch.cat([part.output for part in parts]), torch.cat([part.log_sum for part in parts])
+    )
+
+
+def _attend_pieces(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    pieces: int,
+    scale: float,
+    softcap: float | None,
+) -> _Part:
+    """Return the attention of one row of a batch, a piece of the keys after the other."""
+    rows = keys.shape[2]
     end = rows // pieces * pieces
+    # As rows of a batch, which a kernel takes side by side; views, whatever lies between heads.
     split = _attend(
         queries.expand(pieces, -1, -1, -1),
-        keys[:, :, :end].view(pieces, 1, end // pieces, -1),
-        values[:, :, :end].view(pieces, 1, end // pieces, -1),
+        keys[0, :, :end].unflatten(1, (pieces, -1)).transpose(0, 1),
+        values[0, :, :end].unflatten(1, (pieces, -1)).transpose(0, 1),
         scale,
         softcap,
     )
@@ -207,7 +229,7 @@ def _attend(
     """Return the attention of `[batch, kv_heads, queries, head_dim]` over keys of as many heads."""
     if keys.shape[2] == 0:
         return _Part.nothing(queries, values)
-    if softcap is None and _has_kernel(queries, keys, values):
+    if softcap is None and has_kernel(queries, keys, values):
         additive = None
         if mask is not None:
             additive = torch.zeros(mask.shape, device=keys.device)
@@ -221,7 +243,7 @@ def _attend(
     return _attend_in_blocks(queries, keys, values, scale, softcap, mask)
 
 
-def _has_kernel(queries: Tensor, keys: Tensor, values: Tensor) -> bool:
+def has_kernel(queries: Tensor, keys: Tensor, values: Tensor) -> bool:
     """Say whether torch's fused kernel for CPUs takes these; it gives out its softmax's sums."""
     return (
         keys.device.type == "cpu"

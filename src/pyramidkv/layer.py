@@ -18,12 +18,16 @@ from transformers.cache_utils import CacheLayerMixin
 
 from .attention import LAYER_TAG
 from .compression import GROWTH_ROWS
+from .decode_attention import attend, has_kernel
 from .errors import CacheStateError
 from .plan import CachePlan
 from .ragged import RaggedStorage
 from .rotary import move_keys
 from .storage import RowStorage, for_later_passes, right_aligned
 from .votes import Votes
+
+FEW_QUERIES = 8
+"""New tokens of a row, at most, that are taken for decoding: their queries share what is read."""
 
 
 class CompressedLayer(CacheLayerMixin):
@@ -179,10 +183,16 @@ class CompressedLayer(CacheLayerMixin):
         """Whether the pass under way is the first, so that it attends to its own tokens only."""
         return self._plan.columns_seen == 0
 
-    @property
-    def attends(self) -> bool:
-        """Whether this layer attends by itself, so that the model's implementation is not asked."""
-        return False
+    def attends(self, base: str, queries: Tensor) -> bool:
+        """Say whether this layer attends by itself, so that the implementation `base` is not asked.
+
+        On CPUs PyTorch's own function reads the keys once for each query head, or repeats them.
+        """
+        if self._storage is None or base != "sdpa" or queries.shape[2] > FEW_QUERIES:
+            return False
+        now = self._plan.current
+        assert now is not None
+        return not now.in_prompt and has_kernel(queries, self._storage.keys, self._storage.values)
 
     def attend(self, queries: Tensor, scale: float, softcap: float | None) -> Tensor:
         """Return the attention of new queries over all that is held.
@@ -194,7 +204,10 @@ class CompressedLayer(CacheLayerMixin):
         Returns:
             `[batch, query_heads, tokens, head_dim]`
         """
-        raise NotImplementedError
+        storage = self._storage
+        assert storage is not None
+        states = storage.keys, storage.values
+        return attend(queries, *states, scale, softcap, storage.visible())
 
     def visible(
         self, keys: Tensor, mask: Tensor | None, read: Callable[[Tensor], Tensor]

@@ -52,8 +52,7 @@ class RaggedLayer(CompressedLayer):
     def _held(self) -> RowStorage | RaggedStorage | None:
         return self._ragged
 
-    @property
-    def attends(self) -> bool:
+    def attends(self, base: str, queries: Tensor) -> bool:
         return self._ragged is not None
 
     def attend(self, queries: Tensor, scale: float, softcap: float | None) -> Tensor:

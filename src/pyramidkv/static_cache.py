@@ -30,7 +30,6 @@ class StaticCompressedLayer(CacheLayerMixin):
     is_sliding = False
     is_compileable = True
     is_croppable = False
-    attends = True
     at_start = False
 
     @for_later_passes
@@ -103,6 +102,9 @@ class StaticCompressedLayer(CacheLayerMixin):
     prefetch = offload
 
     # What the attention function asks of a layer
+
+    def attends(self, base: str, queries: Tensor) -> bool:
+        return True
 
     def visible(self, *_: Any) -> None:
         """Say nothing: `attend` knows which rows are real."""
