@@ -6,8 +6,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiny import prompt_ids, tiny_model
 
-from pyramidkv import decode_attention
+import pyramidkv
+from pyramidkv import attention, decode_attention
 from pyramidkv.decode_attention import attend, attend_ragged, attend_reference
 from pyramidkv.head_selection import HeadSelection, select_adaptive
 from pyramidkv.ragged import RaggedStorage
@@ -233,3 +235,17 @@ def _seeded():
     """Return something that draws the same seed each time, for tests without hypothesis."""
     torch.manual_seed(0)
     return lambda strategy: 7
+
+
+@pytest.mark.parametrize(("implementation", "of_step"), [("sdpa", 0), ("eager", 4)])
+def test_few_new_tokens_are_attended_to_here_with_sdpa(monkeypatch, implementation, of_step):
+    model = tiny_model("llama", implementation)
+    asked = []
+    base = attention._base_function
+    monkeypatch.setattr(attention, "_base_function", lambda *of: (asked.append(of), base(*of))[1])
+    cache = pyramidkv.CompressedCache(model, "pyramidkv", 20, window_size=6, kernel_size=5)
+    for tokens, calls in ((60, 4), (1, of_step), (8, of_step), (9, 4), (1, of_step)):
+        asked.clear()
+        with torch.no_grad():
+            model(prompt_ids(tokens)[0], past_key_values=cache)
+        assert len(asked) == calls
