@@ -190,6 +190,15 @@ def test_the_model_is_as_before_when_both_caches_are_gone():
     assert model.config._attn_implementation == "sdpa"
 
 
+def test_another_attention_than_ours_is_refused():
+    model = tiny_model("llama", "sdpa")
+    cache, tokens, *_ = processed(model, (60,))
+    static = cache.to_static(2)
+    model.set_attn_implementation("eager")
+    with pytest.raises(CacheStateError, match="was changed since this static cache was made"):
+        model(tokens, past_key_values=static)
+
+
 def test_what_cannot_be_static_is_refused():
     model = tiny_model("llama", "sdpa")
     with pytest.raises(CacheStateError, match="has not been processed yet"):

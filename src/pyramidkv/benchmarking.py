@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel
+from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 
 from . import measure
 from .cache import CompressedCache
@@ -68,15 +68,9 @@ def run_bench(
         UnsupportedModelError, MethodError, BudgetError, AttentionError: before any work.
     """
     check_model(model)
-    _check(model, compressions, lengths, batches, steps, repeats)
-    for compression in compressions:
-        layers_to_compress(model.config, compression)
+    check_bench(model.config, compressions, lengths, batches, steps, repeats)
     arms: dict[str, Compression | None] = {BASELINE: None}
-    for compression in compressions:
-        name = describe_method(compression.parameters())
-        if name in arms:
-            raise BenchError(f"{name} is given twice; give each method and budget once")
-        arms[name] = compression
+    arms |= {describe_method(each.parameters()): each for each in compressions}
     total = len(lengths) * len(batches) * len(arms) * (repeats + 1)
     generator = torch.Generator().manual_seed(seed)
     results, done = [], 0
@@ -112,14 +106,19 @@ def run_bench(
     }
 
 
-def _check(
-    model: PreTrainedModel,
+def check_bench(
+    config: PreTrainedConfig,
     compressions: Sequence[Compression],
     lengths: Sequence[int],
     batches: Sequence[int],
     steps: int,
     repeats: int,
 ) -> None:
+    """Refuse what `run_bench` would refuse, from a model's configuration alone.
+
+    Raises:
+        BenchError, UnsupportedModelError, BudgetError, ProfileError: see `run_bench`.
+    """
     for name, values in (
         ("lengths", lengths),
         ("batches", batches),
@@ -128,13 +127,18 @@ def _check(
     ):
         if not values or min(values) < 1:
             raise BenchError(f"{name} is {list(values)}; give whole numbers of at least 1")
-    limit = context_length(model.config)
+    limit = context_length(config)
     if limit is not None and max(lengths) + steps > limit:
         raise BenchError(
             f"a prompt of {max(lengths):,} tokens and {steps} more do not fit the model's context "
             f"of {limit:,}; give shorter --lengths"
         )
+    names = []
     for compression in compressions:
+        names.append(describe_method(compression.parameters()))
+        if names[-1] in names[:-1]:
+            raise BenchError(f"{names[-1]} is given twice; give each method and budget once")
+        layers_to_compress(config, compression)
         for length in lengths:
             compression.possible_budget(length)  # refuses what does not fit the prompt
 

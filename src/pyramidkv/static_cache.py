@@ -145,8 +145,20 @@ class StaticCompressedCache(Cache):
 
     def __init__(self, model: PreTrainedModel, layers: list[StaticCompressedLayer]):
         super().__init__(layers=list(layers))
+        self._config = model.config
         attention.acquire(model)
         weakref.finalize(self, attention.release, model)
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Take a layer's new keys and values; called by the model."""
+        if not self._config._attn_implementation.startswith(attention.PREFIX):
+            raise CacheStateError(
+                "the model's attention implementation was changed since this static cache was "
+                "made, so it would attend to empty rows; change it before the prompt"
+            )
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     @property
     def kv_bytes(self) -> int:

@@ -49,8 +49,11 @@ def bench(
     options.quiet_transformers()
     import torch
 
-    from ..benchmarking import run_bench
+    from .. import loading
+    from ..benchmarking import check_bench, run_bench
 
+    config = loading.load_config(model)
+    check_bench(config, compressions, sizes, batches, steps, repeats)
     if threads is not None:
         torch.set_num_threads(threads)
     loaded = options.load_model(model, given)
