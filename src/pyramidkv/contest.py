@@ -84,16 +84,16 @@ class Contest:
             scores: float32 `[1, kv_heads, tokens]` of each row.
         """
         for selection, own in zip(self._selections, scores, strict=True):
-            selection.add(own)
+            selection.add(own.to(self._home(own.device)))  # layers may be on several devices
         counts = torch.stack([selection.counts() for selection in self._selections], dim=1)
         totals = counts.sum(-1).tolist()  # [layers so far, rows]
         at_end = len(totals) == self._layers
         for entry, own, wanted in zip(self._entries, counts[:-1], totals[:-1], strict=True):
             if at_end or sum(entry.storage.totals) > SLACK * sum(wanted):
-                _shrink(entry, own, wanted)
-        chosen, ranks = [], []
+                _shrink(entry, own.to(entry.ranks.device), wanted)
+        chosen, ranks, of_layer = [], [], counts[-1].to(keys.device)
         for options, own, count, total in zip(
-            self._options, scores, counts[-1], totals[-1], strict=True
+            self._options, scores, of_layer, totals[-1], strict=True
         ):
             places = in_order(options.order(own))
             staying = select_first(places, count[None], total)
@@ -102,6 +102,10 @@ class Contest:
         storage = RaggedStorage.gather(keys, values, chosen, lengths)
         self._entries.append(_Entry(storage, torch.cat(ranks)))
         return storage
+
+    def _home(self, device: torch.device) -> torch.device:
+        """Return where layers are compared: on the first one's device."""
+        return self._entries[0].ranks.device if self._entries else device
 
     @property
     def complete(self) -> bool:
