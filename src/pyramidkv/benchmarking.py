@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 
 from . import measure
-from .cache import CompressedCache
+from .cache import CompressedCache, stored_bytes
 from .compression import Compression, describe_method
 from .engine import cache_parameter
 from .errors import PyramidKVError
@@ -222,7 +222,7 @@ def _take_turn(
         clock.note()
         (turn.prefill,) = clock.seconds()
         turn.compress = sum(within.seconds()[::2])  # between the two notes of each layer
-        turn.kv_bytes = _held(cache)
+        turn.kv_bytes = sum(map(stored_bytes, cache.layers))
         clock.note()
         for _ in range(steps):
             tokens = forward(tokens)
@@ -230,14 +230,6 @@ def _take_turn(
         turn.steps = clock.seconds()
     turn.peak_bytes = peak.bytes()
     return turn
-
-
-def _held(cache: CompressedCache | DynamicCache) -> int:
-    if isinstance(cache, CompressedCache):
-        return cache.kv_bytes
-    layers: list[Any] = cache.layers
-    tensors = [getattr(layer, name, None) for layer in layers for name in ("keys", "values")]
-    return sum(tensor.nbytes for tensor in tensors if isinstance(tensor, Tensor))
 
 
 def _describe(

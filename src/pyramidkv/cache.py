@@ -285,7 +285,7 @@ class CompressedCache(Cache):
     @property
     def kv_bytes(self) -> int:
         """Bytes of the keys and values stored, read off the tensors; every layer that has them."""
-        return sum(_stored_bytes(layer) for layer in self.layers)
+        return sum(stored_bytes(layer) for layer in self.layers)
 
     @property
     def allocated_bytes(self) -> int:
@@ -509,7 +509,8 @@ def _let_go_of_the_rest(layer: Any) -> None:
                 setattr(layer, name, held.clone())
 
 
-def _stored_bytes(layer: Any) -> int:
+def stored_bytes(layer: Any) -> int:
+    """Return the bytes of the keys and values of a cache's layer, of whatever kind."""
     if isinstance(layer, CompressedLayer):
         return layer.stored_bytes
     tensors = getattr(layer, "keys", None), getattr(layer, "values", None)
@@ -522,4 +523,4 @@ def _held_bytes(layer: Any) -> int:
     if isinstance(layer, LinearAttentionCacheLayerMixin):
         states = *layer.conv_states.values(), *layer.recurrent_states.values()
         return sum(state.nbytes for state in states if state is not None)
-    return _stored_bytes(layer)
+    return stored_bytes(layer)

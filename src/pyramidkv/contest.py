@@ -20,7 +20,7 @@ from .method_options import Options
 from .ragged import RaggedStorage
 
 SLACK = 1.125
-"""How much more than its share a layer may hold for a while."""
+"""How much more than its share a layer may hold for a while: each shrinking is a copy."""
 
 
 @dataclass

@@ -164,50 +164,32 @@ class _Branches:
     def take(self, layer: int, states: _States) -> None:
         """Keep of a layer what each compression of the group chooses."""
         if self._competition == "none":
-            self._parts.append(self._take([int(own[layer]) for own in self._schedules], states))
-            return
-        scores = [states.scores(score) for score in self._scores if score is not None]
-        batch = len(self._group)
+            counts = [int(schedule[layer]) for schedule in self._schedules]
+            self._parts.append(self._take(counts, states))
+        else:
+            self._parts.append(self._take_by_head(layer, states))
+
+    def _take_by_head(self, layer: int, states: _States) -> RaggedStorage:
+        heads, batch = states.keys.shape[1], len(self._group)
         keys, values = (each.expand(batch, -1, -1, -1) for each in (states.keys, states.values))
-        given = keys, values, scores, [self._tokens] * batch
-        compete = self._compete if self._competition == "model" else self._take_by_head
-        self._parts.append(compete(layer, *given))
-
-    def _take_by_head(
-        self,
-        layer: int,
-        keys: Tensor,
-        values: Tensor,
-        scores: Sequence[Tensor],
-        lengths: Sequence[int],
-    ) -> RaggedStorage:
+        scores = [states.scores(score) for score in self._scores if score is not None]
+        options = [compression.method.options for compression in self._group]
+        lengths = [self._tokens] * batch
+        if self._competition == "model":
+            if self._contest is None:
+                budgets = [each.possible_budget(self._tokens) for each in self._group]
+                self._contest = Contest(options, self._layers, heads, lengths, budgets)
+            storage = self._contest.take(keys, values, scores, lengths)
+            if self._contest.complete:
+                self._schedules, self._contest = self._contest.means(), None
+            return storage
         selections = []
-        for compression, own, schedule in zip(self._group, scores, self._schedules, strict=True):
-            options = compression.method.options
-            budget = 0 if options.head_budgets is not None else int(schedule[layer])
-            selection = options.select_heads(own, layer, budget)
-            if options.head_budgets is not None:
-                schedule.append(mean_tokens(selection.total, keys.shape[1]))
-            selections.append(selection)
+        for each, own, schedule in zip(options, scores, self._schedules, strict=True):
+            budget = 0 if each.head_budgets is not None else int(schedule[layer])
+            selections.append(each.select_heads(own, layer, budget))
+            if each.head_budgets is not None:
+                schedule.append(mean_tokens(selections[-1].total, heads))
         return RaggedStorage.gather(keys, values, selections, lengths)
-
-    def _compete(
-        self,
-        layer: int,
-        keys: Tensor,
-        values: Tensor,
-        scores: Sequence[Tensor],
-        lengths: Sequence[int],
-    ) -> RaggedStorage:
-        if self._contest is None:
-            options = [compression.method.options for compression in self._group]
-            budgets = [each.possible_budget(self._tokens) for each in self._group]
-            heads = keys.shape[1]
-            self._contest = Contest(options, self._layers, heads, lengths, budgets)
-        storage = self._contest.take(keys, values, scores, lengths)
-        if self._contest.complete:
-            self._schedules, self._contest = self._contest.means(), None
-        return storage
 
     def _take(self, counts: list[int], states: _States) -> tuple[RowStorage, Tensor]:
         rows, batch = max(counts), len(self._group)

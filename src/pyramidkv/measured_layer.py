@@ -11,14 +11,12 @@ from torch import Tensor
 from torch.nn import functional
 
 from .compression import GROWTH_ROWS
+from .contest import SLACK
 from .entropy import effective_context
 from .head_selection import in_order
 from .layer import CompressedLayer, last_tokens, take_tokens
 from .plan import CachePlan
 from .storage import RowStorage
-
-SLACK = 1.125
-"""How much more than its share a layer may hold for a while: each shrinking is a copy."""
 
 
 class MeasuredLayer(CompressedLayer):

@@ -173,10 +173,6 @@ def _duration(seconds: float) -> str:
     return f"{seconds:.0f} s" if seconds < 99.5 else f"{minutes // 60} h {minutes % 60:02} min"
 
 
-def _share(part: int, whole: int, form: str) -> str:
-    return f"{form.format(part)} / {form.format(whole)}"
-
-
 def _bytes_share(part: int, whole: int) -> str:
     return f"{format_bytes(part)} / {format_bytes(whole)}"
 

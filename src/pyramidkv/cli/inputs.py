@@ -255,10 +255,9 @@ def head_budgets(path: Path) -> Any:
     Raises:
         InputError: it cannot be read, or is no JSON.
     """
+    text = read_text(path)
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise InputError(f"cannot read {str(path)!r}: {error.strerror}") from None
+        return json.loads(text)
     except ValueError as error:
         raise InputError(f"{str(path)!r} is no JSON: {error}") from None
 
