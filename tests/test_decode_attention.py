@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from itertools import accumulate, pairwise
+
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from tiny import prompt_ids, tiny_model
 
@@ -13,6 +15,7 @@ from pyramidkv import attention, decode_attention
 from pyramidkv.decode_attention import attend, attend_ragged, attend_reference
 from pyramidkv.head_selection import HeadSelection, select_adaptive
 from pyramidkv.ragged import RaggedStorage
+from pyramidkv.ragged_tiles import RaggedTiles
 from pyramidkv.selection import Pooling
 
 LENGTHS = [0, 1, 2, 5, 31, 64, 100, 700]
@@ -108,18 +111,45 @@ def test_a_ragged_cache_equals_the_reference_on_its_dense_form(model, data):
     close(result, attend_reference(queries, keys, values, size**-0.5, softcap, visible))
 
 
-@pytest.mark.parametrize("threads", [2, 3])
-@pytest.mark.parametrize("length", [8, 9, 10, 11, 50])
-def test_a_long_segment_is_split_over_threads(monkeypatch, threads, length):
-    monkeypatch.setattr(decode_attention, "SPLIT_ROWS", 4)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+@given(
+    st.lists(st.sampled_from([0, 0, 1, 2, 63, 64, 65, 200, 1000, 4096]), min_size=1, max_size=20)
+)
+def test_each_row_of_a_segment_is_in_one_tile_or_window_of_it(lengths):
+    bounds = [0, *accumulate(lengths)]
+    assume(bounds[-1])
+    tiles = RaggedTiles.over(bounds, torch.device("cpu"))
+    flat = torch.arange(bounds[-1])[:, None]
+    _, of_tiles, of_windows = tiles.owners.split(tiles.sizes)
+    shown = torch.cat(
+        [
+            (tiles.shared == 0).expand(-1, 1, tiles.rows),
+            (tiles.hidden == 0)[:, 0],
+        ]
+    )
+    places = torch.cat([tiles.tiles_of(flat), tiles.windows_of(flat)])[..., 0]
+    owners = torch.cat([of_tiles, of_windows])
+    for segment, (start, end) in enumerate(pairwise(bounds)):
+        own = owners == segment
+        assert places[own][shown[own]].sort().values.tolist() == list(range(start, end))
+    assert tiles.owners[: len(lengths)].tolist() == list(range(len(lengths)))
+    assert len(of_windows) <= 2 * len(lengths)
+
+
+def test_a_ragged_cache_is_read_in_as_many_calls_however_many_heads_it_has(monkeypatch):
+    calls = []
+    attend_once = decode_attention._attend
+    monkeypatch.setattr(
+        decode_attention, "_attend", lambda *given: (calls.append(given[1]), attend_once(*given))[1]
+    )
     draw = _seeded()
-    storage = ragged([[length, 3]], 64, torch.float32, draw)
-    storage.append(*(torch.randn(1, 2, 1, 64) for _ in range(2)))
-    queries = torch.randn(1, 6, 1, 64)
-    keys, values, visible = storage.dense()
-    expected = attend_reference(queries, keys, values, 0.2, None, visible)
-    close(attend_ragged(queries, storage, 0.2), expected)
+    for heads in (5, 8):
+        calls.clear()
+        storage = ragged([[700] * heads], 64, torch.float32, draw)
+        storage.append(*(torch.randn(1, heads, 1, 64) for _ in range(2)))
+        attend_ragged(torch.randn(1, heads, 1, 64), storage, 0.2)
+        assert len(calls) == 3  # the tail, the whole tiles, and what they leave
+        assert calls[1].untyped_storage().data_ptr() == storage.keys.untyped_storage().data_ptr()
+        assert calls[2].numel() <= storage.keys.numel() / 2
 
 
 @pytest.mark.parametrize("threads", [8, 13])

@@ -228,8 +228,10 @@ def test_what_was_made_in_inference_mode_can_be_written_to_later():
     with torch.inference_mode():
         keys, values = states(1, 2, 10)
         storage = RaggedStorage.gather(keys, values, [selection_of([[[1], [2, 4]]])], [10])
+        tiles = storage.tiles()
     storage.append(*states(1, 2, 1))
     assert not storage.keys.is_inference()
+    assert not tiles.owners.is_inference()
     assert storage.counts().tolist() == [[2, 3]]
 
 

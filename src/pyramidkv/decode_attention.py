@@ -1,12 +1,14 @@
 """Attention of new queries over what a cache holds, dense or ragged, without repeating KV heads.
 
-The query heads that share a KV head are further queries to it. A ragged cache is read where it
-lies, segment by segment; what its flat part and its tail give is merged by the logarithms of their
-softmax sums, so that it is one softmax over both. Logits are float32 throughout.
+The query heads that share a KV head are further queries to it. A ragged cache's flat part is taken
+tile by tile, all of them in one call, or segment by segment, if they are few and short; what the
+parts of a segment and its tail give is merged by the logarithms of their softmax sums, so that it
+is one softmax over all. Logits are float32 throughout.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -17,7 +19,9 @@ from .ragged import RaggedStorage
 from .scores import workspace_bytes
 
 SPLIT_ROWS = 1024
-"""Rows of a segment that are worth a thread of their own, on a CPU."""
+"""Keys that are worth a thread of their own, on a CPU."""
+FEW_SEGMENTS = 4
+"""Heads of batch rows that a CPU takes one after the other, if they are short."""
 
 
 def attend(
@@ -44,10 +48,10 @@ def attend(
     mask = _mask(queries, keys, visible)
     grouped = group_queries(queries, keys.shape[1])
     if mask is None:
-        part = _attend_split(grouped, keys, values, scale, softcap)
+        output = _attend_split(grouped, keys, values, scale, softcap)
     else:
-        part = _attend(grouped, keys, values, scale, softcap, mask)
-    return part.output.to(queries.dtype).reshape(*queries.shape[:3], -1)
+        output = _attend(grouped, keys, values, scale, softcap, mask).output
+    return output.to(queries.dtype).reshape(*queries.shape[:3], -1)
 
 
 def attend_ragged(
@@ -63,10 +67,16 @@ def attend_ragged(
     check_new(queries, storage)
     tail = storage.tail
     grouped = group_queries(queries, storage.kv_heads)
-    part = _attend_segments(grouped, storage, scale, softcap)
     mask = _mask(queries, tail.keys, tail.visible())
-    part = part.merge(_attend(grouped, tail.keys, tail.values, scale, softcap, mask))
-    return part.output.to(queries.dtype).reshape(*queries.shape[:3], -1)
+    after = _attend(grouped, tail.keys, tail.values, scale, softcap, mask).by_segment()
+    segments = grouped.flatten(0, 1)[:, None]
+    kept, count = len(storage.keys), len(segments)
+    if kept and (count > FEW_SEGMENTS or kept > count * SPLIT_ROWS or storage.keys.is_cuda):
+        parts = _attend_tiles(segments, storage, scale, softcap)
+        output = _merge([after, *parts], storage.tiles().owners)
+    else:
+        output = _attend_each(segments, storage, scale, softcap).merge(after).output
+    return output.to(queries.dtype).reshape(*queries.shape[:3], -1)
 
 
 def attend_reference(
@@ -115,6 +125,10 @@ class _Part:
         output = queries.new_zeros((*queries.shape[:3], values.shape[-1]), dtype=torch.float32)
         return cls(output, output.new_full(queries.shape[:3], float("-inf")))
 
+    def by_segment(self) -> _Part:
+        """Return it with one row for each KV head of each row."""
+        return _Part(self.output.flatten(0, 1)[:, None], self.log_sum.flatten(0, 1)[:, None])
+
     def merge(self, other: _Part) -> _Part:
         """Return the attention over the keys of both."""
         share = torch.sigmoid((other.log_sum - self.log_sum).nan_to_num(0.0))  # both see nothing
@@ -154,41 +168,69 @@ def _mask(queries: Tensor, keys: Tensor, visible: Tensor | None) -> Tensor | Non
     return mask if visible is None else mask & visible
 
 
-def _attend_segments(
+def _attend_each(
     queries: Tensor, storage: RaggedStorage, scale: float, softcap: float | None
 ) -> _Part:
-    """Return the attention over the flat part: each head of each row over its segment of it."""
-    bounds = storage.bounds()
-    lengths = [end - start for start, end in pairwise(bounds)]
-    segments = zip(
-        queries.flatten(0, 1)[:, None, None].unbind(),
-        storage.keys[None, None].split(lengths, dim=2),
-        storage.values[None, None].split(lengths, dim=2),
-        strict=True,
-    )
-    parts = [_attend_split(*segment, scale, softcap) for segment in segments]
-    size = queries.shape[:3]
+    """Return the attention of `[segments, 1, queries, head_dim]` over the flat part, one by one."""
+    lengths = [end - start for start, end in pairwise(storage.bounds())]
+    keys, values = (flat[None, None].split(lengths, 2) for flat in (storage.keys, storage.values))
+    each = zip(queries.split(1), keys, values, strict=True)
+    parts = [_attend(*segment, scale, softcap) for segment in each]
     return _Part(
-        torch.cat([part.output for part in parts]).view(*size, -1),
-        torch.cat([part.log_sum for part in parts]).view(size),
+        torch.cat([part.output for part in parts]), torch.cat([part.log_sum for part in parts])
     )
+
+
+def _attend_tiles(
+    queries: Tensor, storage: RaggedStorage, scale: float, softcap: float | None
+) -> list[_Part]:
+    """Return the attention of `[segments, 1, queries, head_dim]` over the flat part.
+
+    The parts are those of the tiles and of the windows on what they leave.
+    """
+    tiles, keys, values = storage.tiles(), storage.keys, storage.values
+    _, of_tiles, of_windows = queries.index_select(0, tiles.owners).split(tiles.sizes)
+    whole = _attend(of_tiles, tiles.tiles_of(keys), tiles.tiles_of(values), scale, softcap)
+    copies = tiles.windows_of(keys), tiles.windows_of(values)
+    rest = _attend(of_windows, *copies, scale, softcap, tiles.hidden)
+    return [_Part(whole.output, whole.log_sum + tiles.shared), rest]
+
+
+def _merge(parts: Sequence[_Part], owners: Tensor) -> Tensor:
+    """Return the output of each owner, those that come first in all parts together.
+
+    Args:
+        parts: `[any, 1, queries, head_dim]` each; the first has one for each owner, in order.
+        owners: int64, of each one of all parts.
+    """
+    log_sum = torch.cat([part.log_sum for part in parts])
+    output = torch.cat([part.output for part in parts])
+    highest = parts[0].log_sum.clamp_min(torch.finfo(log_sum.dtype).min)  # finite
+    highest.scatter_reduce_(0, owners.view(-1, 1, 1).expand_as(log_sum), log_sum, "amax")
+    shares = (log_sum - highest.index_select(0, owners)).exp_()[..., None]
+    total = torch.zeros_like(highest[..., None]).index_add_(0, owners, shares)
+    mixed = torch.zeros_like(parts[0].output, dtype=torch.float32)
+    mixed.index_add_(0, owners, output * shares)
+    return mixed / total.clamp_min(torch.finfo().tiny)
 
 
 def _attend_split(
     queries: Tensor, keys: Tensor, values: Tensor, scale: float, softcap: float | None
-) -> _Part:
-    """Do the work of `_attend`, with long keys split so that no thread of a CPU is idle."""
+) -> Tensor:
+    """Return the output of `_attend`, with long keys split so that no thread of a CPU is idle."""
     batch, kv_heads, rows, _ = keys.shape
     pieces = 1
     if keys.device.type == "cpu":
         pieces = min(torch.get_num_threads() // (batch * kv_heads), rows // SPLIT_ROWS)
     if pieces <= 1:
-        return _attend(queries, keys, values, scale, softcap)
-    each = zip(queries.split(1), keys.split(1), values.split(1), strict=True)
-    parts = [_attend_pieces(*row, pieces, scale, softcap) for row in each]
-    return _Part(
-        torch.cat([part.output for part in parts]), torch.cat([part.log_sum for part in parts])
-    )
+        return _attend(queries, keys, values, scale, softcap).output
+    outputs = []
+    for row in zip(queries.split(1), keys.split(1), values.split(1), strict=True):
+        parts = _attend_pieces(*row, pieces, scale, softcap)
+        shares = torch.cat([part.log_sum for part in parts]).softmax(0)[..., None]
+        output = torch.cat([part.output for part in parts])
+        outputs.append((output * shares).sum(0, keepdim=True))
+    return torch.cat(outputs)
 
 
 def _attend_pieces(
@@ -198,24 +240,18 @@ def _attend_pieces(
     pieces: int,
     scale: float,
     softcap: float | None,
-) -> _Part:
-    """Return the attention of one row of a batch, a piece of the keys after the other."""
-    rows = keys.shape[2]
-    end = rows // pieces * pieces
+) -> list[_Part]:
+    """Return the attention of one row of a batch over so many pieces of the keys, and the rest."""
+    end = keys.shape[2] // pieces * pieces
     # As rows of a batch, which a kernel takes side by side; views, whatever lies between heads.
-    split = _attend(
-        queries.expand(pieces, -1, -1, -1),
-        keys[0, :, :end].unflatten(1, (pieces, -1)).transpose(0, 1),
-        values[0, :, :end].unflatten(1, (pieces, -1)).transpose(0, 1),
-        scale,
-        softcap,
+    split_keys, split_values = (
+        states[0, :, :end].unflatten(1, (pieces, -1)).transpose(0, 1) for states in (keys, values)
     )
-    shares = split.log_sum.softmax(0)[..., None]
-    output = (split.output.float() * shares).sum(0, keepdim=True)
-    part = _Part(output, split.log_sum.logsumexp(0, keepdim=True))
-    if end == rows:
-        return part
-    return part.merge(_attend(queries, keys[:, :, end:], values[:, :, end:], scale, softcap))
+    expanded = queries.expand(pieces, -1, -1, -1)
+    parts = [_attend(expanded, split_keys, split_values, scale, softcap)]
+    if end < keys.shape[2]:
+        parts.append(_attend(queries, keys[:, :, end:], values[:, :, end:], scale, softcap))
+    return parts
 
 
 def _attend(
@@ -226,12 +262,16 @@ def _attend(
     softcap: float | None,
     mask: Tensor | None = None,
 ) -> _Part:
-    """Return the attention of `[batch, kv_heads, queries, head_dim]` over keys of as many heads."""
-    if keys.shape[2] == 0:
+    """Return the attention of `[batch, kv_heads, queries, head_dim]` over keys of as many heads.
+
+    The mask tells which keys a query sees; or it is float32, to be added to the logits, and no
+    query sees nothing.
+    """
+    if keys.shape[2] == 0 or queries.shape[0] == 0:
         return _Part.nothing(queries, values)
     if softcap is None and has_kernel(queries, keys, values):
-        additive = None
-        if mask is not None:
+        additive = mask
+        if mask is not None and mask.dtype == torch.bool:
             additive = torch.zeros(mask.shape, device=keys.device)
             additive.masked_fill_(~mask, float("-inf"))
         part = _Part(
@@ -239,7 +279,7 @@ def _attend(
                 queries, keys, values, attn_mask=additive, scale=scale
             )
         )
-        return part if mask is None else _without_blind(part, mask)
+        return _without_blind(part, mask)
     return _attend_in_blocks(queries, keys, values, scale, softcap, mask)
 
 
@@ -254,8 +294,10 @@ def has_kernel(queries: Tensor, keys: Tensor, values: Tensor) -> bool:
     )
 
 
-def _without_blind(part: _Part, mask: Tensor) -> _Part:
+def _without_blind(part: _Part, mask: Tensor | None) -> _Part:
     """Return a part with nothing in it for queries that see nothing."""
+    if mask is None or mask.dtype != torch.bool:
+        return part
     blind = ~mask.any(-1)
     output = part.output.masked_fill(blind[..., None], 0.0)
     return _Part(output, part.log_sum.masked_fill(blind, float("-inf")))
@@ -280,13 +322,14 @@ def _attend_in_blocks(
         logits = scaled @ keys[:, :, rows].float().mT
         if softcap is not None:
             logits.div_(softcap).tanh_().mul_(softcap)
-        if mask is not None:
+        if mask is not None and mask.dtype == torch.bool:
             logits.masked_fill_(~mask[..., rows], float("-inf"))
+        elif mask is not None:
+            logits.add_(mask[..., rows])
         log_sum = logits.logsumexp(-1)
         weights = logits.sub_(log_sum[..., None]).exp_()
         block = _Part(weights @ values[:, :, rows].float(), log_sum)
-        if mask is not None:
-            block = _without_blind(block, mask[..., rows])
+        block = _without_blind(block, None if mask is None else mask[..., rows])
         part = block if part is None else part.merge(block)
     assert part is not None
     return part

@@ -11,6 +11,7 @@ from torch.nn import functional
 
 from .compression import GROWTH_ROWS
 from .head_selection import HeadSelection
+from .ragged_tiles import RaggedTiles
 from .selection import marked_places
 from .storage import RowStorage, for_later_passes
 
@@ -32,6 +33,7 @@ class RaggedStorage:
     """
 
     _bounds: list[int] | None
+    _tiles: RaggedTiles | None
 
     def __init__(
         self,
@@ -126,6 +128,13 @@ class RaggedStorage:
             self._bounds = self.offsets.tolist()
         return self._bounds
 
+    @for_later_passes
+    def tiles(self) -> RaggedTiles:
+        """Return the flat part as tiles; the device is waited for the first time."""
+        if self._tiles is None:
+            self._tiles = RaggedTiles.over(self.bounds(), self.keys.device)
+        return self._tiles
+
     def append(self, keys: Tensor, values: Tensor) -> None:
         """Add new rows `[batch, kv_heads, any, head_dim]` behind the tail."""
         self.tail.append(keys, values)
@@ -189,12 +198,14 @@ class RaggedStorage:
         self.keys, self.values, self.positions = flats
         self.offsets = functional.pad(counts.flatten().cumsum(0), (1, 0)).int()
         self.totals = tuple(totals)
-        self._bounds = None
+        self._bounds = self._tiles = None
 
     def copy(self) -> RaggedStorage:
         """Return an independent copy, with room to grow; it shares the prompt's part."""
         counts, tail = self.prompt_counts(), self.tail.copy()
-        return RaggedStorage(self.keys, self.values, self.positions, counts, self.totals, tail)
+        result = RaggedStorage(*self._flats, counts, self.totals, tail)
+        result._bounds, result._tiles = self._bounds, self._tiles
+        return result
 
     def padded(self, flat: Tensor) -> Tensor:
         """Return `[kept, ...]` as `[batch, kv_heads, longest, ...]`, zeros before shorter heads."""
