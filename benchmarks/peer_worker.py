@@ -74,7 +74,8 @@ def torch_arms(engine: str, folder: str, threads: int) -> dict[str, Arm]:
 
         def arm(tokens: int, budget: int, steps: int, seed: int) -> dict[str, Any]:
             ids = prompt_of(tokens, seed)
-            cache = pyramidkv.CompressedCache(model, method, budget)
+            all_kept = method == "full"
+            cache = pyramidkv.CompressedCache(model, method, None if all_kept else budget)
             with torch.inference_mode():
                 return measured(cache, ids, lambda: prefill(ids, cache), steps)
 
@@ -102,7 +103,8 @@ def torch_arms(engine: str, folder: str, threads: int) -> dict[str, Arm]:
         return arm
 
     make = {"pyramidkv": ours, "kvpress": theirs}[engine]
-    return {"full": full, **{name: make(name) for name in ("snapkv", "pyramidkv", "adakv")}}
+    arms = {"full": full, **{name: make(name) for name in ("snapkv", "pyramidkv", "adakv")}}
+    return arms if engine == "kvpress" else {**arms, "full-in-steps": ours("full")}
 
 
 def openvino_arms(file: str, threads: int) -> dict[str, Arm]:
@@ -142,6 +144,7 @@ def openvino_arms(file: str, threads: int) -> dict[str, Arm]:
             settings = genai.GenerationConfig(max_new_tokens=steps + 1, ignore_eos=True)
             settings.do_sample = False
             arrived: list[float] = []
+            held: list[float] = []
             start = time.perf_counter()
             handle = pipe.add_request(0, openvino.Tensor(ids), settings)
             while pipe.has_non_finished_requests():
@@ -149,9 +152,11 @@ def openvino_arms(file: str, threads: int) -> dict[str, Arm]:
                 if handle.can_read():
                     handle.read()
                     arrived.append(time.perf_counter())
+                    used = pipe.get_metrics()
+                    held.append(used.kv_cache_size_in_bytes * used.cache_usage / 100)
             return {
                 "prefill_s": arrived[0] - start,
-                "kv_bytes": None,
+                "kv_bytes": held[-2],  # it evicts while it generates, and lets go of all at the end
                 "step_s": [b - a for a, b in pairwise(arrived)],
             }
 

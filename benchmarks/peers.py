@@ -5,8 +5,9 @@ cache and its own eviction. Each engine is a process (`peer_worker.py`) that loa
 one measures while the others wait. What compressing adds to a prompt is told against the same
 engine's full cache, in the same turn.
 
-    python benchmarks/peers.py --model FOLDER [--tokens 8000] [--budget 512] [--steps 32]
-        [--kvpress PYTHON] [--openvino PYTHON --openvino-model FILE_OR_FOLDER]
+    python benchmarks/peers.py --model FOLDER [--lengths 4096,8192] [--budget 512] [--steps 32]
+        [--arms full,pyramidkv] [--kvpress PYTHON]
+        [--openvino PYTHON --openvino-model FILE_OR_FOLDER]
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from typing import Any
 import common
 
 WORKER = Path(__file__).with_name("peer_worker.py")
+WARM_UP = {"tokens": 600, "budget": 128, "steps": 4, "seed": 0}
 
 
 class Worker:
@@ -51,6 +53,13 @@ class Worker:
         answer: dict[str, Any] = json.loads(line)
         return answer
 
+    def choose(self, names: str | None) -> None:
+        """Leave only the arms of these names, and the full cache; run each on a short prompt."""
+        if names is not None:
+            self.arms = [arm for arm in self.arms if arm in ("full", *names.split(","))]
+        for arm in self.arms:
+            self.measure(arm=arm, **WARM_UP)
+
     def measure(self, **asked: Any) -> dict[str, Any]:
         """Return what the engine measures."""
         assert self._process.stdin is not None
@@ -61,8 +70,10 @@ class Worker:
 
 def main() -> None:
     parser = common.parser(__doc__)
-    parser.add_argument("--lengths", default="8000", help="instead of --tokens, such as 4096,8192")
+    parser.set_defaults(repeats=3)
+    parser.add_argument("--lengths", default="8192", help="instead of --tokens, such as 4096,8192")
     parser.add_argument("--steps", type=int, default=32)
+    parser.add_argument("--arms", help="only these, besides full, of each engine that has them")
     parser.add_argument("--kvpress", help="a Python that has kvpress")
     parser.add_argument("--openvino", help="a Python that has openvino-genai")
     parser.add_argument("--openvino-model", help="the model as OpenVINO takes it")
@@ -78,6 +89,8 @@ def main() -> None:
             stack.enter_context(Worker(python, engine, model, arguments.threads))
             for engine, (python, model) in engines.items()
         ]
+        for worker in workers:
+            worker.choose(arguments.arms)
         for tokens in map(int, arguments.lengths.split(",")):
             found = measure(workers, tokens, arguments)
             figures[str(tokens)] = {
@@ -91,16 +104,15 @@ def main() -> None:
 def measure(
     workers: list[Worker], tokens: int, arguments: argparse.Namespace
 ) -> dict[tuple[str, str], list[dict[str, Any]]]:
-    """Return what each arm of each engine measured in each turn; the first turn is a warm-up."""
+    """Return what each arm of each engine measured in each turn."""
     found: dict[tuple[str, str], list[dict[str, Any]]] = {}
-    for turn in range(arguments.repeats + 1):
+    for turn in range(arguments.repeats):
         for worker in workers:
             for arm in worker.arms:
                 asked = {"tokens": tokens, "budget": arguments.budget, "steps": arguments.steps}
                 told = worker.measure(arm=arm, seed=turn, **asked)
                 told["step_s"] = common.median(told["step_s"])
-                if turn:
-                    found.setdefault((worker.engine, arm), []).append(told)
+                found.setdefault((worker.engine, arm), []).append(told)
     return found
 
 
@@ -111,12 +123,11 @@ def show(tokens: int, found: dict[tuple[str, str], list[dict[str, Any]]]) -> Non
         full = found[engine, "full"]
         added = [a["prefill_s"] / b["prefill_s"] - 1 for a, b in zip(runs, full, strict=True)]
         of_full = [a["step_s"] / b["step_s"] for a, b in zip(runs, full, strict=True)]
-        held = runs[0]["kv_bytes"]
         print(
             f"{engine} {arm}: prompt {common.spread([r['prefill_s'] for r in runs])}, "
             f"{100 * common.median(added):+.1f}% of full; token "
             f"{common.spread([r['step_s'] for r in runs])}, {common.median(of_full):.2f}x; "
-            f"{'-' if held is None else f'{held / 1e6:.1f} MB'}",
+            f"{runs[0]['kv_bytes'] / 1e6:.1f} MB",
             flush=True,
         )
 
