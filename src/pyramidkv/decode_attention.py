@@ -71,7 +71,9 @@ def attend_ragged(
     after = _attend(grouped, tail.keys, tail.values, scale, softcap, mask).by_segment()
     segments = grouped.flatten(0, 1)[:, None]
     kept, count = len(storage.keys), len(segments)
-    if kept and (count > FEW_SEGMENTS or kept > count * SPLIT_ROWS or storage.keys.is_cuda):
+    if kept and (
+        count > FEW_SEGMENTS or kept > count * SPLIT_ROWS or storage.keys.device.type != "cpu"
+    ):
         parts = _attend_tiles(segments, storage, scale, softcap)
         output = _merge([after, *parts], storage.tiles().owners)
     else:
