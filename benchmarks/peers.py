@@ -6,7 +6,7 @@ one measures while the others wait. What compressing adds to a prompt is told ag
 engine's full cache, in the same turn.
 
     python benchmarks/peers.py --model FOLDER [--lengths 4096,8192] [--budget 512] [--steps 32]
-        [--arms full,pyramidkv] [--kvpress PYTHON]
+        [--arms pyramidkv,adakv] [--kvpress PYTHON]
         [--openvino PYTHON --openvino-model FILE_OR_FOLDER]
 """
 

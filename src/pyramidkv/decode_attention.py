@@ -74,8 +74,7 @@ def attend_ragged(
     if kept and (
         count > FEW_SEGMENTS or kept > count * SPLIT_ROWS or storage.keys.device.type != "cpu"
     ):
-        parts = _attend_tiles(segments, storage, scale, softcap)
-        output = _merge([after, *parts], storage.tiles().owners)
+        output = _attend_tiles(segments, after, storage, scale, softcap)
     else:
         output = _attend_each(segments, storage, scale, softcap).merge(after).output
     return output.to(queries.dtype).reshape(*queries.shape[:3], -1)
@@ -127,6 +126,11 @@ class _Part:
         output = queries.new_zeros((*queries.shape[:3], values.shape[-1]), dtype=torch.float32)
         return cls(output, output.new_full(queries.shape[:3], float("-inf")))
 
+    @classmethod
+    def join(cls, parts: Sequence[_Part]) -> _Part:
+        """Return them as one batch, one behind the other."""
+        return cls(torch.cat([p.output for p in parts]), torch.cat([p.log_sum for p in parts]))
+
     def by_segment(self) -> _Part:
         """Return it with one row for each KV head of each row."""
         return _Part(self.output.flatten(0, 1)[:, None], self.log_sum.flatten(0, 1)[:, None])
@@ -177,25 +181,23 @@ def _attend_each(
     lengths = [end - start for start, end in pairwise(storage.bounds())]
     keys, values = (flat[None, None].split(lengths, 2) for flat in (storage.keys, storage.values))
     each = zip(queries.split(1), keys, values, strict=True)
-    parts = [_attend(*segment, scale, softcap) for segment in each]
-    return _Part(
-        torch.cat([part.output for part in parts]), torch.cat([part.log_sum for part in parts])
-    )
+    return _Part.join([_attend(*segment, scale, softcap) for segment in each])
 
 
 def _attend_tiles(
-    queries: Tensor, storage: RaggedStorage, scale: float, softcap: float | None
-) -> list[_Part]:
-    """Return the attention of `[segments, 1, queries, head_dim]` over the flat part.
+    queries: Tensor, after: _Part, storage: RaggedStorage, scale: float, softcap: float | None
+) -> Tensor:
+    """Return the attention of `[segments, 1, queries, head_dim]` over the flat part and the tail.
 
-    The parts are those of the tiles and of the windows on what they leave.
+    That over the tail, `after`, is there already; tiles, and windows on what they leave, join it.
     """
     tiles, keys, values = storage.tiles(), storage.keys, storage.values
     _, of_tiles, of_windows = queries.index_select(0, tiles.owners).split(tiles.sizes)
     whole = _attend(of_tiles, tiles.tiles_of(keys), tiles.tiles_of(values), scale, softcap)
     copies = tiles.windows_of(keys), tiles.windows_of(values)
     rest = _attend(of_windows, *copies, scale, softcap, tiles.hidden)
-    return [_Part(whole.output, whole.log_sum + tiles.shared), rest]
+    counted = _Part(whole.output, whole.log_sum + tiles.shared)
+    return _merge([after, counted, rest], tiles.owners)
 
 
 def _merge(parts: Sequence[_Part], owners: Tensor) -> Tensor:
@@ -205,14 +207,14 @@ def _merge(parts: Sequence[_Part], owners: Tensor) -> Tensor:
         parts: `[any, 1, queries, head_dim]` each; the first has one for each owner, in order.
         owners: int64, of each one of all parts.
     """
-    log_sum = torch.cat([part.log_sum for part in parts])
-    output = torch.cat([part.output for part in parts])
+    joined = _Part.join(parts)
+    log_sum = joined.log_sum
     highest = parts[0].log_sum.clamp_min(torch.finfo(log_sum.dtype).min)  # finite
     highest.scatter_reduce_(0, owners.view(-1, 1, 1).expand_as(log_sum), log_sum, "amax")
     shares = (log_sum - highest.index_select(0, owners)).exp_()[..., None]
     total = torch.zeros_like(highest[..., None]).index_add_(0, owners, shares)
     mixed = torch.zeros_like(parts[0].output, dtype=torch.float32)
-    mixed.index_add_(0, owners, output * shares)
+    mixed.index_add_(0, owners, joined.output * shares)
     return mixed / total.clamp_min(torch.finfo().tiny)
 
 
@@ -228,10 +230,9 @@ def _attend_split(
         return _attend(queries, keys, values, scale, softcap).output
     outputs = []
     for row in zip(queries.split(1), keys.split(1), values.split(1), strict=True):
-        parts = _attend_pieces(*row, pieces, scale, softcap)
-        shares = torch.cat([part.log_sum for part in parts]).softmax(0)[..., None]
-        output = torch.cat([part.output for part in parts])
-        outputs.append((output * shares).sum(0, keepdim=True))
+        part = _Part.join(_attend_pieces(*row, pieces, scale, softcap))
+        shares = part.log_sum.softmax(0)[..., None]
+        outputs.append((part.output * shares).sum(0, keepdim=True))
     return torch.cat(outputs)
 
 

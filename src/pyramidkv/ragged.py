@@ -128,7 +128,6 @@ class RaggedStorage:
             self._bounds = self.offsets.tolist()
         return self._bounds
 
-    @for_later_passes
     def tiles(self) -> RaggedTiles:
         """Return the flat part as tiles; the device is waited for the first time."""
         if self._tiles is None:

@@ -14,6 +14,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from .storage import for_later_passes
+
 LEAST_TILE, LARGEST_TILE = 64, 256
 TILES_OF_SEGMENT = 8
 """Tiles of a segment to aim for, so that little of it is copied."""
@@ -45,6 +47,7 @@ class RaggedTiles:
     hidden: Tensor
 
     @classmethod
+    @for_later_passes
     def over(cls, bounds: Sequence[int], device: torch.device) -> RaggedTiles:
         """Cut segments into tiles.
 
@@ -54,7 +57,8 @@ class RaggedTiles:
         """
         kept, segments = bounds[-1], len(bounds) - 1
         wanted = kept // (TILES_OF_SEGMENT * segments)
-        rows = min(LARGEST_TILE, max(LEAST_TILE, 1 << max(0, wanted.bit_length() - 1)), kept)
+        power = (1 << wanted.bit_length()) // 2  # the largest of two that is not above it
+        rows = min(LARGEST_TILE, max(LEAST_TILE, power), kept)
         count = kept // rows
         owners, whole = [0] * count, torch.zeros(count, dtype=torch.bool)
         windows: list[tuple[int, int, int]] = []
