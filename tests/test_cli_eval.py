@@ -59,12 +59,37 @@ def test_ruler_and_files_of_ones_own(model_folder, tmp_path):
     )
     assert done.returncode == 0, done.stderr.decode()
     assert "vt: 2 samples" in done.stdout.decode() or "all: 2 samples" in done.stdout.decode()
+    made = tmp_path / "vt.jsonl"
+    end = "\nQuestion: Find all variables that are assigned the value w7 in the text above."
+    one = {"input": words(60) + end, "outputs": ["w7"], "length": 100, "answer_prefix": " w8"}
+    made.write_text(f"{json.dumps(one)}\n" * 22)
+    done = evaluate("ruler", model_folder, tmp_path / "made", "--data", made)
+    assert done.returncode == 0, done.stderr.decode()
+    assert "22 of 22 samples" in done.stdout.decode()
     data = tmp_path / "mine.jsonl"
     line = {"question": "w5 w6", "context": words(150), "answers": "w7", "max_new_tokens": 5}
     data.write_text(json.dumps(line) + "\n")
     done = evaluate("own", model_folder, tmp_path / "own", "--data", data)
     assert done.returncode == 0, done.stderr.decode()
     assert "1 of 1 samples" in done.stdout.decode()
+
+
+def test_questions_of_squad(model_folder, tmp_path):
+    asked = [{"question": f"w{n} w5", "answers": [{"text": f"w{n}"}]} for n in range(3)]
+    paragraphs = [{"context": words(80 + n), "qas": asked} for n in range(9)]
+    path = tmp_path / "squad.json"
+    path.write_text(json.dumps({"data": [{"paragraphs": paragraphs}]}))
+    done = evaluate(
+        *("ruler", model_folder, tmp_path / "run", "--tasks", "qa_1", "--squad", path),
+        *("--lengths", "500", "--samples", "2"),
+    )
+    assert done.returncode == 0, done.stderr.decode()
+    lines = [json.loads(text) for text in (tmp_path / "run" / "samples.jsonl").open()]
+    assert [line["task"] for line in lines] == ["qa_1", "qa_1"]
+    assert {line["metric"] for line in lines} == {"match_part"}
+    assert {line["prompt_tokens"] for line in lines} == {468}
+    settings = json.loads((tmp_path / "run" / "run.json").read_text())["asked"]["settings"]
+    assert (settings["squad"], settings["hotpotqa"]) == (str(path), None)
 
 
 @pytest.mark.parametrize(
@@ -82,7 +107,11 @@ def test_ruler_and_files_of_ones_own(model_folder, tmp_path):
         ("needle", ["--methods", "snapkv,snapkv"], "snapkv 48 is given twice"),
         ("needle", ["--budgets", "10"], "the smallest possible budget is 36"),
         ("needle", ["--methods", "snapkv:entropy"], "measured on the prompt cannot be one of many"),
-        ("ruler", ["--tasks", "qa_1"], "qa_1 is left out"),
+        ("ruler", ["--tasks", "qa_1"], "qa_1 takes its questions from a file; give --squad FILE"),
+        ("ruler", ["--squad", "mine.json"], "--squad is for qa_1, which is not among the --tasks"),
+        ("ruler", ["--tasks", "qa_2", "--hotpotqa", "none.json"], "cannot read 'none.json'"),
+        ("ruler", ["--data", "a.jsonl", "--tasks", "vt"], "--tasks has no effect here: a file of"),
+        ("ruler", ["--data", "a.jsonl", "--seed", "0"], "--seed has no effect here: a file of"),
         ("ruler", ["--tasks", "poems"], "there is no task 'poems'"),
         ("longbench", ["--folder", "nowhere", "--tasks", "trec"], "there is no folder 'nowhere'"),
         ("longbench", ["--tasks", "trec"], "'zai-org/LongBench' from the hub: it is not in the"),

@@ -110,10 +110,10 @@ def test_the_question_is_in_the_plural_for_several():
         needle_samples(count_words, [300], [50], form=form)[0] for form in ("single", "multi-query")
     )
     assert one.context.startswith("A special magic number is hidden")
-    assert one.question.startswith("What is the special magic number for ")
+    assert one.question.startswith("\nWhat is the special magic number for ")
     assert one.answer_prefix.endswith(" mentioned in the provided text is")
     assert four.context.startswith("Some special magic numbers are hidden")
-    assert four.question.startswith("What are all the special magic numbers for ")
+    assert four.question.startswith("\nWhat are all the special magic numbers for ")
     assert four.answer_prefix.endswith(" mentioned in the provided text are")
     assert re.search(r"for \S+, \S+, \S+, and \S+ mentioned", four.question)
 

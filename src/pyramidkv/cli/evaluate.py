@@ -99,14 +99,25 @@ def needle(
 @eval_app.command()
 @_taking
 def ruler(
+    context: typer.Context,
     model: options.Model,
     output: Folder,
     tasks: Annotated[
         str, typer.Option(help="Of RULER's, separated by commas.")
     ] = "niah_single_2,niah_multikey_1,niah_multivalue,vt",
     lengths: Lengths = "2048,4096",
-    samples: Samples = 20,
+    samples: Annotated[
+        int | None,
+        typer.Option(help="Of each task and length, 20 by default; with --data the first ones."),
+    ] = None,
     haystack: HaystackName = "constitution",
+    squad: Annotated[
+        Path | None, typer.Option(help="A file of SQuAD, such as dev-v2.0.json, for qa_1.")
+    ] = None,
+    hotpotqa: Annotated[
+        Path | None,
+        typer.Option(help="A file of HotpotQA, such as hotpot_dev_distractor_v1.json, for qa_2."),
+    ] = None,
     data: Annotated[
         list[Path] | None,
         typer.Option("--data", help="Files RULER's generator wrote, instead of tasks."),
@@ -116,19 +127,37 @@ def ruler(
 ) -> None:
     """RULER's tasks, generated here, or from its generator's files."""
     from ..evaluation.data_files import load_ruler
+    from ..evaluation.documents import read_hotpotqa, read_squad
     from ..evaluation.haystacks import find_haystack
     from ..evaluation.ruler import make_samples
 
+    if data is not None:
+        made = ("tasks", "lengths", "haystack", "squad", "hotpotqa", "seed")
+        _refuse_unused(context, made, "a file of --data has its samples made already")
+    count = 20 if samples is None else samples
     sizes, chosen = inputs.whole_numbers(lengths, "--lengths"), inputs.names(tasks)
     settings = {
         "tasks": chosen,
         "lengths": sizes,
-        "samples": samples,
+        "samples": count if data is None else samples,
         "seed": seed,
         "haystack": haystack,
+        "squad": None if squad is None else str(squad),
+        "hotpotqa": None if hotpotqa is None else str(hotpotqa),
         "data": None if data is None else [str(path) for path in data],
     }
     text = find_haystack(haystack)
+    asked = {}
+    for option, task, path, read in (
+        ("--squad", "qa_1", squad, read_squad),
+        ("--hotpotqa", "qa_2", hotpotqa, read_hotpotqa),
+    ):
+        if path is not None and task not in chosen:
+            raise inputs.InputError(f"{option} is for {task}, which is not among the --tasks")
+        if path is None and task in chosen:
+            raise inputs.InputError(f"{task} takes its questions from a file; give {option} FILE")
+        if path is not None:
+            asked[task] = read(path)
 
     def make(measure: Measure) -> list[Sample]:
         if data is not None:
@@ -137,7 +166,9 @@ def ruler(
             sample
             for task in chosen
             for length in sizes
-            for sample in make_samples(task, measure, length, samples, seed, text)
+            for sample in make_samples(
+                task, measure, length, count, seed, text, questions=asked.get(task)
+            )
         ]
 
     _evaluate(model, output, make, {"benchmark": "ruler", **settings}, given)
@@ -192,6 +223,14 @@ def own(
     loaded = [sample for path in data for sample in load_own(path, samples)]
     settings = {"benchmark": "own", "data": [str(path) for path in data], "samples": samples}
     _evaluate(model, output, lambda measure: loaded, settings, given, limit)
+
+
+def _refuse_unused(context: typer.Context, names: Sequence[str], reason: str) -> None:
+    """Refuse options that were given and would have no effect."""
+    for name in names:
+        source = context.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE":
+            raise inputs.InputError(f"--{name} has no effect here: {reason}; leave it out")
 
 
 def _evaluate(

@@ -165,6 +165,7 @@ class Request:
         length: the most tokens of prompt and answer together.
         sketch: from a length to the sample; most do not depend on it.
         facts: what is known before it is made.
+        metric: as in `Sample`.
     """
 
     task: str
@@ -173,6 +174,7 @@ class Request:
     max_new_tokens: int
     sketch: Callable[[int], Sketch]
     facts: dict[str, Any] = field(default_factory=dict)
+    metric: str = "match_all"
 
     def needed(self, measure: Measure, length: int) -> int:
         """Return the tokens that its smallest draft takes, generated ones included."""
@@ -208,7 +210,7 @@ def _make(request: Request, others: Sequence[Request], measure: Measure, exact: 
         context=draft.context,
         question=draft.question,
         answers=draft.answers,
-        metric="match_all",
+        metric=request.metric,
         max_new_tokens=request.max_new_tokens,
         answer_prefix=draft.answer_prefix,
         facts={**sizes, **request.facts, **draft.facts},

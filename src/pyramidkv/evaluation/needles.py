@@ -140,8 +140,8 @@ class NeedleSketch:
         ending = f"special magic {noun} for {query} mentioned in the provided text"
         return Draft(
             context=head + text,
-            question=f"What {'are all' if several else 'is'} the {ending}?",
-            answer_prefix=f"The {ending} {'are' if several else 'is'}",
+            question=f"\nWhat {'are all' if several else 'is'} the {ending}?",
+            answer_prefix=f" The {ending} {'are' if several else 'is'}",
             answers=tuple(needle.value for needle in asked),
             facts={
                 "depths": [round(needle.depth, 1) for needle in asked],

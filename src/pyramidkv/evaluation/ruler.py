@@ -6,7 +6,7 @@ and results can be compared with others'. The code, noise, word lists and texts 
 single samples are not those of RULER's generator. Three more differences: a text begins at a random
 sentence instead of always its first; a prompt is filled to the very token; in `cwe`, words are
 adjective-noun pairs where single words of our list do not suffice. `cwe` holds one solved example,
-`vt` none, as in RULER's code.
+`vt` none, as in RULER's code. `qa_1` and `qa_2` are made of files that users have: see `documents`.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ import string
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from .documents import MAX_NEW_TOKENS as MAX_ANSWER_TOKENS
+from .documents import QuestionSet, document_sketches
 from .filling import (
     DOT_FILLER,
     ENDLESS,
@@ -52,9 +54,6 @@ from .word_counts import (
 
 HOPS = 4
 """Assignments in a chain of `vt` after the first."""
-
-LEFT_OUT = ("qa_1", "qa_2")
-"""RULER's tasks whose data have to be downloaded."""
 
 _DEPTHS = tuple(round(100 * step / 39) for step in range(40))
 
@@ -115,6 +114,9 @@ _HIDDEN = {
 TASKS = {**dict.fromkeys(_HIDDEN, MAX_NEW_TOKENS), "vt": 30, "cwe": 120, "fwe": 50}
 """Tasks by name, and the tokens of their answers."""
 
+QUESTION_TASKS = {"qa_1": "SQuAD", "qa_2": "HotpotQA"}
+"""Tasks made of files that are not ours to ship, and whose they are."""
+
 
 @dataclass(frozen=True)
 class VariableTracking:
@@ -149,9 +151,9 @@ class VariableTracking:
         )
         return Draft(
             context=head + text,
-            question="Question: Find all variables that are assigned the value "
+            question="\nQuestion: Find all variables that are assigned the value "
             f"{self.value} in the text above.",
-            answer_prefix="Answer: According to the chain(s) of variable assignment in the text "
+            answer_prefix=" Answer: According to the chain(s) of variable assignment in the text "
             f"above, {len(self.variables)} variables are assigned the value {self.value}, "
             "they are:",
             answers=self.variables,
@@ -170,6 +172,7 @@ def make_samples(
     seed: int = 0,
     haystack: Haystack | None = None,
     *,
+    questions: QuestionSet | None = None,
     exact: bool = True,
 ) -> list[Sample]:
     """Make samples of one of RULER's tasks.
@@ -178,39 +181,55 @@ def make_samples(
     keys, values and words are the same at every length (of `cwe`, below and from 4,096 tokens).
 
     Args:
-        task: see `TASKS`.
+        task: see `TASKS` and `QUESTION_TASKS`.
         measure: the tokens of a prompt.
         length: tokens of prompt and answer together, as RULER counts.
         count: how many.
         haystack: the text of the tasks that hide needles in essays; by default the Constitution.
             The others have their own.
+        questions: of `qa_1` and `qa_2`: see `documents.read_squad` and `read_hotpotqa`. A sample
+            asks one drawn from all.
         exact: fill with a few neutral words up to the very token.
 
     Returns:
         samples whose facts are `length`, `tokens` (of the prompt, measured), of needle tasks and
         `vt` also `haystack`, and of each answer the depth drawn (`depths`, in percent) and the
-        character of the context where it is stated (`positions`).
+        character of the context where it is stated (`positions`); of questions, how many
+        `documents` there are and where the question's own begin (`positions`).
 
     Raises:
-        TaskError: there is no such task, a number is out of range, or the length too short.
+        TaskError: there is no such task, a number is out of range, the length too short, or the
+            questions are missing, too few, or have too few documents.
     """
-    if task in LEFT_OUT:
-        raise TaskError(
-            f"{task} is left out, because its questions and documents are not ours to ship; "
-            f"tasks are: {', '.join(TASKS)}"
-        )
-    if task not in TASKS:
-        raise TaskError(f"there is no task {task!r}; tasks are: {', '.join(TASKS)}")
+    names = [*TASKS, *QUESTION_TASKS]
+    if task not in names:
+        raise TaskError(f"there is no task {task!r}; tasks are: {', '.join(names)}")
     check_count(length, "the length")
     check_count(count, "the number of samples")
     check_seed(seed)
-    text = chosen_haystack(haystack)
-    sketch, facts = _maker(task, measure, seed, text)
+    facts: dict[str, object] = {}
+    if task in QUESTION_TASKS:
+        most, metric = MAX_ANSWER_TOKENS, "match_part"
+        sketch: _Maker = document_sketches(_chosen(questions, task), measure, count, seed)
+    else:
+        most, metric = TASKS[task], "match_all"
+        sketch, facts = _maker(task, measure, seed, chosen_haystack(haystack))
     requests = [
-        Request(task, index, length, TASKS[task], _at(sketch, index), facts)
+        Request(task, index, length, most, _at(sketch, index), facts, metric)
         for index in range(count)
     ]
     return make(requests, measure, exact)
+
+
+def _chosen(questions: QuestionSet | None, task: str) -> QuestionSet:
+    """Return the questions handed in if they are the task's."""
+    if questions is None or questions.task != task:
+        given = "none are given" if questions is None else f"{questions.name!r} has others"
+        raise TaskError(
+            f"{task} takes questions and documents from a file of {QUESTION_TASKS[task]}, which is "
+            f"not ours to ship, and {given}; give that file"
+        )
+    return questions
 
 
 _Maker = Callable[[int, int], Sketch]

@@ -87,8 +87,8 @@ class CommonWords:
             "Below is a numbered list of words. In these words, some appear more often than "
             "others. Memorize the ones that appear most often.\n"
         )
-        question = "Question: What are the 10 most common words in the above list?"
-        prefix = "Answer: The top 10 words that appear most often in the list are:"
+        question = "\nQuestion: What are the 10 most common words in the above list?"
+        prefix = " Answer: The top 10 words that appear most often in the list are:"
         few = self.repeats
         shown, rest = self.words[: few.example_words], self.words[few.example_words :]
         example = [*shown[:COMMON]] * few.example_common
@@ -99,7 +99,7 @@ class CommonWords:
         entries += [rest[COMMON + entry // few.uncommon] for entry in range(units)]
         body = _numbered(self._shuffled(entries)) + (f" {filler}" if filler else "")
         return Draft(
-            context=f"{head}{_numbered(self._shuffled(example))}\n{question} {prefix} {solved}\n"
+            context=f"{head}{_numbered(self._shuffled(example))}{question}{prefix} {solved}\n"
             f"{head}{body}",
             question=question,
             answer_prefix=prefix,
@@ -136,9 +136,9 @@ class FrequentWords:
             context="Read the following coded text and track the frequency of each coded word. "
             "Find the three most frequently appeared coded words. "
             + " ".join([*text, *([filler] if filler else [])]),
-            question="Question: Do not provide any explanation. Please ignore the dots '....'. "
+            question="\nQuestion: Do not provide any explanation. Please ignore the dots '....'. "
             "What are the three most frequently appeared words in the above coded text?",
-            answer_prefix="Answer: According to the coded text above, the three most frequently "
+            answer_prefix=" Answer: According to the coded text above, the three most frequently "
             "appeared words are:",
             answers=tuple(self.words[:3]),
         )
