@@ -81,8 +81,7 @@ def main() -> None:
         groups = dict(summarise(lines, arms))
         for length in sorted({line["facts"].get("length") for line in lines} - {None}):
             some = [line for line in lines if line["facts"].get("length") == length]
-            if asked["settings"]["benchmark"] != "longbench":
-                groups[f"{length:,} tokens"] = summarise(some, arms)["all"]
+            groups[f"{length:,} tokens"] = summarise(some, arms)["all"]
         for name, group in groups.items():
             print(f"## {name}: {group['samples']} samples\n\n{scores(group, arms, budgets)}\n")
             if name == "all":

@@ -94,7 +94,7 @@ def test_every_kind_of_ruler(task, new, tmp_path):
     assert sample.answers == tuple(answers)
     assert (sample.max_new_tokens, sample.metric) == (most, metric)
     assert sample.chat
-    assert sample.facts["length"] == 4000
+    assert sample.facts["official_length"] == 4000
     assert score_sample(sample, " ".join(answers)) == 1.0
 
 
@@ -116,13 +116,13 @@ def test_a_single_needle_has_a_depth(tmp_path):
     line = {"input": context + question + prefix, "outputs": answers, "length": 9}
     (sample,) = load_ruler(json_lines(tmp_path / "x.jsonl", line))
     assert sample.facts == {
-        "length": 9,
+        "official_length": 9,
         "depth": round(100 * context.index("1234567") / len(context)),
     }
     assert sample.task == "x"
     many = {"input": context + question + prefix, "outputs": ["1234567", "blue"], "length": 9}
     (sample,) = load_ruler(json_lines(tmp_path / "x.jsonl", many))
-    assert sample.facts == {"length": 9}
+    assert sample.facts == {"official_length": 9}
 
 
 def test_a_real_file_of_ruler():

@@ -97,7 +97,7 @@ def test_a_line_becomes_a_sample(tmp_path):
     assert (sample.task, sample.index, sample.answers) == ("hotpotqa", 0, ("She", "Her"))
     assert (sample.metric, sample.max_new_tokens, sample.chat) == ("qa_f1", 32, True)
     assert (sample.classes, sample.answer_prefix, sample.stop_at_newline) == ((), "", False)
-    assert sample.facts == {"length": 3, "id": "7f"}
+    assert sample.facts == {"official_length": 3, "id": "7f"}
     assert score_sample(sample, "her") == 1.0
 
 

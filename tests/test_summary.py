@@ -28,6 +28,8 @@ def lines(scores, task="find", length=2048):
     return [
         {
             "task": task,
+            "question": f"What is {i}?",
+            "answers": [f"{i}"],
             "facts": {} if length is None else {"length": length},
             "arms": {
                 name: {
@@ -92,6 +94,33 @@ def test_an_interval_has_the_coverage_it_claims():
         low, high = summary["all"]["arms"]["full"]["interval"]
         covered += low <= 0.5 <= high
     assert 88 <= covered <= 100
+
+
+def test_samples_that_differ_in_length_alone_are_drawn_together():
+    """Twice the same scores are no more certain than once."""
+    scores = scored(60)
+    once = summarise(lines(scores), ARMS)["all"]["arms"]
+    both = summarise(lines(scores) + lines(scores, length=4096), ARMS)["all"]["arms"]
+    others = summarise(lines(scores) + lines(scores, task="other"), ARMS)["all"]["arms"]
+    for name in ARMS:
+        assert both[name]["interval"] == pytest.approx(once[name]["interval"])
+        width, wider = (np.ptp(arms[name]["interval"]) for arms in (others, both))
+        assert 0.6 < width / wider < 0.82  # 1 / sqrt(2)
+    snap = both["snapkv 64"]["difference_interval"]
+    assert snap == pytest.approx(once["snapkv 64"]["difference_interval"])
+
+
+def test_draws_of_different_sizes_weigh_as_their_samples_do():
+    """One question at three lengths, wrong, and one at a single length, right."""
+    some = lines({"full": [0.0]}, length=None)
+    made = [line | {"facts": {"length": length}} for length in (1, 2, 3) for line in some]
+    made += [lines({"full": [1.0, 1.0]}, length=1)[1]]
+    summary = summarise(made, {"full": ARMS["full"]})["all"]
+    assert summary["arms"]["full"]["score"] == 0.25
+    assert summary["arms"]["full"]["interval"] == [0.0, 1.0]
+    unrelated = [line | {"facts": {}} for line in made]  # such as LongBench's
+    low, high = summarise(unrelated, {"full": ARMS["full"]})["all"]["arms"]["full"]["interval"]
+    assert (low, high) == (0.0, 0.75)
 
 
 def test_methods_of_the_same_budget_are_compared_each_pair_once():

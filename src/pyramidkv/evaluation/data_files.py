@@ -105,7 +105,7 @@ def load_ruler(path: Path, limit: int | None = None) -> list[Sample]:
     prefix at the end of `input`, newer ones have a field for it; both give the same sample.
 
     The task's name is that of the file or its folder if one begins with an official name, else the
-    file's. Facts: `length`, the generator's count of tokens, the answer's included; for a single
+    file's. Facts: `official_length`, its count of tokens, the answer's included; for a single
     needle `depth`, the percentage of the context's characters that stand before it. The file's own
     `index` is not used: newer generators put something else there.
 
@@ -148,7 +148,7 @@ def _ruler_sample(task: str, line: Line) -> Sample:
         question, prefix = question + prefix, given
     elif given:
         raise line.error("has its answer prefix twice, in 'input' and in 'answer_prefix'")
-    facts: dict[str, Any] = {"length": line.count("length")}
+    facts: dict[str, Any] = {"official_length": line.count("length")}
     if kind.name == "niah" and len(answers) == 1 and answers[0] in context:
         facts["depth"] = round(100 * context.index(answers[0]) / len(context))
     return Sample(

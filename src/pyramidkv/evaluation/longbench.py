@@ -78,7 +78,7 @@ def load_longbench(
     """Return the samples of a task, all or the first ones.
 
     Of a sample, `context` and `question` joined are exactly the official prompt. Its facts are the
-    benchmark's own `length` (in words; of Chinese, in characters) and `id`.
+    benchmark's `official_length` (in words; of Chinese, in characters) and `id`.
 
     Args:
         folder: where the official files are, such as what `open_archive` returns.
@@ -128,7 +128,7 @@ def _sample(name: str, line: Line) -> Sample:
         chat=task.chat,
         classes=classes,
         stop_at_newline=task.stop_at_newline,
-        facts={"length": line.count("length"), "id": line.text("_id")},
+        facts={"official_length": line.count("length"), "id": line.text("_id")},
     )
 
 

@@ -138,9 +138,9 @@ def _done(section: Section) -> str:
 
 _READING = (
     "<p>Every method answered the same samples. Intervals are 95% intervals of paired bootstraps "
-    "over the samples; differences are taken sample by sample, in points (percent of the best "
-    "score). KV memory is that of the cache while answering, in percent of the full "
-    "cache&#x27;s.</p>"
+    "over the samples, those that differ in length alone drawn together; differences are taken "
+    "sample by sample, in points (percent of the best score). KV memory is that of the cache while "
+    "answering, in percent of the full cache&#x27;s.</p>"
 )
 
 

@@ -1,12 +1,14 @@
 """What a run's answers amount to: means with paired bootstrap intervals, and critical footprints.
 
 All arms answered the same samples, so that differences are taken sample by sample: they are much
-surer than the means themselves. This module needs numpy, not torch.
+surer than the means themselves. Samples that were generated at several lengths ask the same about
+the same needles; they are drawn together. This module needs numpy, not torch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -57,7 +59,7 @@ def _groups_of(line: Mapping[str, Any]) -> list[str]:
 def _summarise(
     lines: Sequence[Mapping[str, Any]], arms: Mapping[str, Mapping[str, Any]], seed: int
 ) -> dict[str, Any]:
-    chosen = _resamples(len(lines), seed)
+    chosen = _Resamples.of(lines, seed)
     scores = {name: _column(lines, name, "score") for name in arms}
     described = {}
     for name in arms:
@@ -92,14 +94,42 @@ def _prompts(lines: Sequence[Mapping[str, Any]], arm: str) -> NDArray[np.float64
     return np.array([line["arms"][arm]["compressed_tokens"] for line in lines], dtype=np.float64)
 
 
-def _resamples(count: int, seed: int) -> NDArray[np.int64]:
-    """Return which samples each repetition draws, the same for all arms."""
-    return np.random.default_rng(seed).integers(0, count, (RESAMPLES, count))
+@dataclass(frozen=True)
+class _Resamples:
+    """What each repetition of the bootstrap draws, the same for all arms.
+
+    Attributes:
+        draw: int64 `[samples]`, which independent draw each sample belongs to.
+        chosen: int64 `[repetitions, draws]`.
+    """
+
+    draw: NDArray[np.int64]
+    chosen: NDArray[np.int64]
+
+    @classmethod
+    def of(cls, lines: Sequence[Mapping[str, Any]], seed: int) -> _Resamples:
+        numbers: dict[Any, int] = {}
+        draw = [numbers.setdefault(_draw_of(n, line), len(numbers)) for n, line in enumerate(lines)]
+        size = (RESAMPLES, len(numbers))
+        return cls(np.array(draw), np.random.default_rng(seed).integers(0, len(numbers), size))
+
+    def means(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Return the mean of each repetition's samples."""
+        sums = np.bincount(self.draw, weights=values)[self.chosen].sum(axis=1)
+        means: NDArray[np.float64] = sums / np.bincount(self.draw)[self.chosen].sum(axis=1)
+        return means
 
 
-def _interval(values: NDArray[np.float64], chosen: NDArray[np.int64]) -> list[float]:
+def _draw_of(number: int, line: Mapping[str, Any]) -> Any:
+    """Return what samples have in common that differ in nothing but their length."""
+    if "length" not in line["facts"]:  # only generated ones have one that was asked for
+        return number
+    return (line["task"], line["question"], *line["answers"])
+
+
+def _interval(values: NDArray[np.float64], chosen: _Resamples) -> list[float]:
     """Return the percentile interval of the mean."""
-    means = values[chosen].mean(axis=1)
+    means = chosen.means(values)
     outside = (1 - CONFIDENCE) / 2
     low, high = np.quantile(means, [outside, 1 - outside])
     return [float(low), float(high)]
@@ -108,7 +138,7 @@ def _interval(values: NDArray[np.float64], chosen: NDArray[np.int64]) -> list[fl
 def _pairs(
     scores: Mapping[str, NDArray[np.float64]],
     arms: Mapping[str, Mapping[str, Any]],
-    chosen: NDArray[np.int64],
+    chosen: _Resamples,
 ) -> list[dict[str, Any]]:
     """Compare arms of the same budget or ratio, each pair once."""
     result = []
