@@ -25,7 +25,7 @@ _SHARED = options.Group(
 @options.taking(_SHARED, options.MODEL)
 def bench(
     model: options.Model,
-    lengths: Annotated[str, typer.Option(help="Tokens of the prompts.")] = "2048,8192",
+    lengths: Annotated[str, typer.Option(help="Tokens of the prompts.")] = "2000,8000",
     batch: Annotated[str, typer.Option(help="Prompts processed together, such as 1,4.")] = "1",
     steps: Annotated[int, typer.Option(help="Tokens generated after each prompt.")] = 32,
     repeats: Annotated[int, typer.Option(help="Turns that count; one more warms up.")] = 3,
