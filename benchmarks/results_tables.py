@@ -12,7 +12,7 @@ from typing import Any
 
 from pyramidkv.compression import without_amount
 from pyramidkv.evaluation.folders import read_lines, read_settings
-from pyramidkv.evaluation.summary import FULL, differences_of, summarise
+from pyramidkv.evaluation.summary import FULL, asked_length, differences_of, summarise
 
 PAIRS = (("pyramidkv", "snapkv"), ("pyramidkv-paper", "snapkv-paper"), ("snapkv", "snapkv-paper"))
 
@@ -79,8 +79,8 @@ def main() -> None:
         how = "context alone" if asked["agnostic"] else "with the question"
         print(f"# {run.name}: {how}, {len(lines)} of {asked['samples']} samples\n")
         groups = dict(summarise(lines, arms))
-        for length in sorted({line["facts"].get("length") for line in lines} - {None}):
-            some = [line for line in lines if line["facts"].get("length") == length]
+        for length in sorted({asked_length(line) for line in lines} - {None}):
+            some = [line for line in lines if asked_length(line) == length]
             groups[f"{length:,} tokens"] = summarise(some, arms)["all"]
         for name, group in groups.items():
             print(f"## {name}: {group['samples']} samples\n\n{scores(group, arms, budgets)}\n")

@@ -52,7 +52,7 @@ def make_line(arms, rng, task, index, length, depth, partly):
     return {
         "task": task,
         "index": index,
-        "facts": {"length": length, "depth": depth},
+        "facts": {"length": length, "tokens": length, "depth": depth},
         "question": f"\n\nWhat is the magic number of {task} {index}?",
         "answers": [right],
         "metric": "match_all",

@@ -66,6 +66,8 @@ def test_ruler_and_files_of_ones_own(model_folder, tmp_path):
     done = evaluate("ruler", model_folder, tmp_path / "made", "--data", made)
     assert done.returncode == 0, done.stderr.decode()
     assert "22 of 22 samples" in done.stdout.decode()
+    settings = json.loads((tmp_path / "made" / "run.json").read_text())["asked"]["settings"]
+    assert settings == {"benchmark": "ruler", "data": [str(made)], "samples": None}
     data = tmp_path / "mine.jsonl"
     line = {"question": "w5 w6", "context": words(150), "answers": "w7", "max_new_tokens": 5}
     data.write_text(json.dumps(line) + "\n")
@@ -89,7 +91,8 @@ def test_questions_of_squad(model_folder, tmp_path):
     assert {line["metric"] for line in lines} == {"match_part"}
     assert {line["prompt_tokens"] for line in lines} == {468}
     settings = json.loads((tmp_path / "run" / "run.json").read_text())["asked"]["settings"]
-    assert (settings["squad"], settings["hotpotqa"]) == (str(path), None)
+    assert settings["squad"] == str(path)
+    assert "hotpotqa" not in settings
 
 
 @pytest.mark.parametrize(
@@ -102,12 +105,15 @@ def test_questions_of_squad(model_folder, tmp_path):
         ("needle", ["--lengths", "20"], "20 tokens are too few for needle_single"),
         ("needle", ["--shard", "3/2"], "give I/N with I from 1 to N"),
         ("needle", ["--shard", "half"], "--shard is 'half'; give I/N"),
-        ("needle", ["--methods", ","], "--methods names no method"),
+        ("needle", ["--methods", ","], "--methods names nothing; give such as snapkv,pyramidkv"),
         ("needle", ["--methods", "snapkw"], "unknown method 'snapkw'"),
         ("needle", ["--methods", "snapkv,snapkv"], "snapkv 48 is given twice"),
         ("needle", ["--budgets", "10"], "the smallest possible budget is 36"),
         ("needle", ["--methods", "snapkv:entropy"], "measured on the prompt cannot be one of many"),
         ("ruler", ["--tasks", "qa_1"], "qa_1 takes its questions from a file; give --squad FILE"),
+        ("ruler", ["--tasks", ","], "--tasks names nothing; give such as niah_single_2,vt"),
+        ("ruler", ["--data", "a.jsonl", "--samples", "0"], "the number of samples is 0"),
+        ("ruler", ["--samples", "0"], "the number of samples is 0"),
         ("ruler", ["--squad", "mine.json"], "--squad is for qa_1, which is not among the --tasks"),
         ("ruler", ["--tasks", "qa_2", "--hotpotqa", "none.json"], "cannot read 'none.json'"),
         ("ruler", ["--data", "a.jsonl", "--tasks", "vt"], "--tasks has no effect here: a file of"),

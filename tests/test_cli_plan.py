@@ -198,7 +198,7 @@ PLAN = ["llama-3-8b", "--context", "8192"]
         ([*PLAN, "--method", "snapkv"], "neither given"),
         ([*PLAN, "--method", "snapkw", "--budget", "99"], "unknown method 'snapkw'"),
         ([*PLAN, "--method", "snapkv", "--compare", "h2o", "--budget", "99"], "both given"),
-        ([*PLAN, "--compare", ",", "--budget", "99"], "--compare names no method"),
+        ([*PLAN, "--compare", ",", "--budget", "99"], "--compare names nothing"),
         ([*PLAN, "--gpu-memory", "80"], "--gpu-memory is '80'; give a number with a unit"),
         ([*PLAN, "--gpu-memory", "-1GB"], "give a number with a unit"),
         ([*PLAN, "--gpu-memory", "0GB"], "gpu_memory is 0"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -13,10 +14,10 @@ from hypothesis import strategies as st
 from tokens import count_words, measure_with
 
 from pyramidkv.evaluation.data_files import load_ruler
-from pyramidkv.evaluation.documents import read_hotpotqa, read_squad
 from pyramidkv.evaluation.filling import TaskError
 from pyramidkv.evaluation.jsonl import DataError
 from pyramidkv.evaluation.metrics import score_sample
+from pyramidkv.evaluation.question_files import read_hotpotqa, read_squad
 from pyramidkv.evaluation.ruler import QUESTION_TASKS, make_samples
 
 ASKED = (
@@ -34,7 +35,7 @@ def paragraph(article: int, number: int) -> str:
 def asked(article: int, number: int, **more):
     answer = f"w{article}x{number}x7"
     answers = [{"text": answer}, {"text": f"{answer} w{article}x{number}x8"}, {"text": answer}]
-    return {"question": f"What is {article}-{number}?", "answers": answers, **more}
+    return {"question": f"What is {article}-{number}?", "answers": answers} | more
 
 
 SQUAD = {
@@ -68,6 +69,18 @@ HOTPOTQA = [
     }
     for number in range(30)
 ]
+
+
+def squad(**changes):
+    """A file of one question with something changed, in its paragraph or itself."""
+    paragraph_fields = {k: v for k, v in changes.items() if k == "context"}
+    rest = {k: v for k, v in changes.items() if k != "context"}
+    asked_of = {"context": paragraph(0, 0), "qas": [asked(0, 0, **rest)], **paragraph_fields}
+    return {"data": [{"paragraphs": [asked_of]}]}
+
+
+def hotpotqa(**changes):
+    return [HOTPOTQA[0] | changes]
 
 
 def write(folder: Path, name: str, value: object) -> Path:
@@ -145,15 +158,21 @@ def test_others_of_the_article_come_first(sets):
         assert len(own) == 5 < len(found)
 
 
-def test_own_documents_stand_anywhere(sets):
-    """Uniform over the places: a mean of a half, and both ends occur."""
-    depths = []
-    for seed in range(60):
-        (sample,) = make_samples("qa_1", count_words, 900, 1, seed, questions=sets["qa_1"])
-        depths.append(sample.facts["positions"][0] / len(sample.context))
-    assert 0.35 < sum(depths) / 60 < 0.65
-    assert min(depths) < 0.1
-    assert max(depths) > 0.85
+def test_own_documents_stand_at_every_place_equally_often(sets):
+    """One among five or six: 600 samples, so about 100 to a place, give or take 10."""
+    places = Counter()
+    for seed in range(30):
+        for sample in make_samples("qa_1", count_words, 330, 20, seed, questions=sets["qa_1"]):
+            before = sample.context[: sample.facts["positions"][0]]
+            places[before.count("Document "), sample.facts["documents"]] += 1
+    assert {total for _, total in places} == {6}
+    assert all(65 < places[place, 6] < 135 for place in range(1, 7))
+    first = Counter()
+    for seed in range(12):
+        for sample in make_samples("qa_2", count_words, 450, 30, seed, questions=sets["qa_2"]):
+            begins = sample.facts["positions"]
+            first[begins.index(min(begins))] += 1
+    assert all(17 < first[own] < 60 for own in range(10))  # 36 on average
 
 
 @pytest.mark.parametrize("task", QUESTION_TASKS)
@@ -207,8 +226,12 @@ def test_what_cannot_be_made_is_refused_in_one_sentence(sets):
         TaskError, match="'squad.json' has 40 questions with an answer, and 41 samp"
     ):
         made("qa_1", count=41, questions=sets["qa_1"])
+    with pytest.raises(TaskError, match="qa_2 takes .*, and 'dev.json' is none that was read;"):
+        made("qa_2", questions="dev.json")
+    with pytest.raises(TaskError, match="vt asks no questions of a file; leave them out"):
+        made("vt", length=900, questions=sets["qa_1"])
     with pytest.raises(
-        TaskError, match=r"documents of 'squad.json' fill 1,\d{3} tokens, and 9,968"
+        TaskError, match=r"with all documents of 'squad.json' .* have ([\d,]+) tokens, a"
     ):
         made("qa_1", length=10_000, questions=sets["qa_1"])
     with pytest.raises(TaskError, match="100 tokens are too few for qa_2: .* at least ") as caught:
@@ -221,16 +244,21 @@ def test_what_cannot_be_made_is_refused_in_one_sentence(sets):
     ("read", "value", "message"),
     [
         (read_squad, "{", "is not JSON in UTF-8"),
-        (read_squad, HOTPOTQA, "is no file of SQuAD as its authors publish it"),
-        (read_hotpotqa, SQUAD, "is no file of HotpotQA as its authors publish it"),
+        (read_squad, HOTPOTQA, "is no file of SQuAD as .*: it has no 'data' that is a list"),
+        (read_hotpotqa, SQUAD, "is no file of HotpotQA as .*: it is no list of questions"),
         (read_squad, {"data": []}, "has no question with an answer"),
         (read_hotpotqa, [], "has no question with an answer"),
-        (
-            read_squad,
-            {"data": [{"paragraphs": [{"context": 7, "qas": []}]}]},
-            "is no file of SQuAD",
-        ),
-        (read_hotpotqa, [HOTPOTQA[0] | {"answer": " "}], "is no file of HotpotQA"),
+        (read_squad, squad(context=7), ".*: article 1 has no 'context' that is a text"),
+        (read_squad, squad(context=" "), ".*: article 1 has an empty text"),
+        (read_squad, squad(context="a \ud800"), ".*: article 1 has half a surrogate pair"),
+        (read_squad, squad(is_impossible="false"), ".*'What is 0-0.', has no 'is_impossible' that"),
+        (read_squad, squad(answers={"text": ["b"]}), ".* has no 'answers' that is a list"),
+        (read_squad, squad(answers=[]), "has no question with an answer"),
+        (read_hotpotqa, hotpotqa(answer=" "), ".*: question 1 has an empty text"),
+        (read_hotpotqa, hotpotqa(context=[]), ".*: question 1 has no documents"),
+        (read_hotpotqa, hotpotqa(context={"title": []}), ".* has no 'context' that is a list"),
+        (read_hotpotqa, hotpotqa(context=["ab", "cd"]), ".* document that is no pair of a title"),
+        (read_hotpotqa, hotpotqa(context=[["T", ["a"], 7]]), ".* document that is no pair of a "),
     ],
 )
 def test_other_files_are_refused(read, value, message, tmp_path):
@@ -245,5 +273,25 @@ def test_files_that_are_not_there_are_refused(tmp_path):
 
 def test_questions_without_the_mark_of_the_second_version(tmp_path):
     """SQuAD 1.1 has no unanswerable questions and does not say so."""
-    value = {"data": [{"paragraphs": [{"context": paragraph(0, 0), "qas": [asked(0, 0)]}]}]}
-    assert len(read_squad(write(tmp_path, "old.json", value)).questions) == 1
+    assert len(read_squad(write(tmp_path, "old.json", squad())).questions) == 1
+    impossible = squad(is_impossible=True, answers=None)  # whose answers are not looked at
+    impossible["data"] += squad()["data"]
+    assert len(read_squad(write(tmp_path, "new.json", impossible)).questions) == 1
+
+
+@pytest.mark.parametrize("spare", [0, 1, 7])
+def test_a_question_that_owns_all_documents(tmp_path, spare):
+    """It fits where prompt and answer do; there is no other document to be filled with."""
+    questions = read_squad(write(tmp_path, "one.json", squad()))
+
+    def made(length):
+        return make_samples("qa_1", count_words, length, 1, questions=questions)
+
+    with pytest.raises(TaskError, match="1 tokens are too few for qa_1: .* at least ") as caught:
+        made(1)
+    least = int(re.search(r"at least (\d+),", str(caught.value))[1])
+    (sample,) = made(least)
+    assert (sample.facts["documents"], sample.facts["tokens"]) == (1, least - 32)
+    if spare:
+        with pytest.raises(TaskError, match=f"have {least} tokens, and {least + spare} are asked"):
+            made(least + spare)

@@ -197,7 +197,7 @@ def test_files_that_cannot_be_used_are_refused(tmp_path):
     (tmp_path / "qasper.jsonl").write_bytes(b"\xff\n")
     with pytest.raises(DataError, match="line 1 .* is not JSON in UTF-8"):
         load_longbench(tmp_path, "qasper")
-    with pytest.raises(DataError, match="the limit is 0; it must be at least 1 sample"):
+    with pytest.raises(DataError, match="the number of samples is 0; it must be at least 1"):
         load_longbench(tmp_path, "hotpotqa", 0)
 
 

@@ -338,7 +338,7 @@ def test_needles_are_the_means_of_their_cells(lines, tmp_path):
             scores = [
                 line["arms"][arm]["score"]
                 for line in lines
-                if line["facts"] == {"depth": depth, "length": length}
+                if (line["facts"]["depth"], line["facts"]["length"]) == (depth, length)
             ]
             assert len(scores) == 4
             assert mean == pytest.approx(sum(scores) / 4)

@@ -30,7 +30,7 @@ def lines(scores, task="find", length=2048):
             "task": task,
             "question": f"What is {i}?",
             "answers": [f"{i}"],
-            "facts": {} if length is None else {"length": length},
+            "facts": {} if length is None else {"length": length, "tokens": length - 128},
             "arms": {
                 name: {
                     "score": scores[name][i],
@@ -113,7 +113,9 @@ def test_samples_that_differ_in_length_alone_are_drawn_together():
 def test_draws_of_different_sizes_weigh_as_their_samples_do():
     """One question at three lengths, wrong, and one at a single length, right."""
     some = lines({"full": [0.0]}, length=None)
-    made = [line | {"facts": {"length": length}} for length in (1, 2, 3) for line in some]
+    made = [
+        line | {"facts": {"length": length, "tokens": 1}} for length in (1, 2, 3) for line in some
+    ]
     made += [lines({"full": [1.0, 1.0]}, length=1)[1]]
     summary = summarise(made, {"full": ARMS["full"]})["all"]
     assert summary["arms"]["full"]["score"] == 0.25
@@ -121,6 +123,21 @@ def test_draws_of_different_sizes_weigh_as_their_samples_do():
     unrelated = [line | {"facts": {}} for line in made]  # such as LongBench's
     low, high = summarise(unrelated, {"full": ARMS["full"]})["all"]["arms"]["full"]["interval"]
     assert (low, high) == (0.0, 0.75)
+
+
+def test_samples_of_one_length_are_never_one_draw():
+    """Many questions are worded alike, in files and where the answer is one of few."""
+    same = {"question": "What is it?", "answers": ["b"]}
+    scores = {"full": [0.0, 1.0] * 10}
+    arms = {"full": ARMS["full"]}
+    for length in (None, 2048):
+        expected = summarise(lines(scores, length=length), arms)["all"]
+        alike = [line | same for line in lines(scores, length=length)]
+        assert summarise(alike, arms)["all"] == expected
+    both = [line | same for length in (1, 2) for line in lines(scores, length=length)]
+    assert summarise(both, arms)["all"]["arms"]["full"]["interval"] == pytest.approx(
+        expected["arms"]["full"]["interval"]
+    )
 
 
 def test_methods_of_the_same_budget_are_compared_each_pair_once():

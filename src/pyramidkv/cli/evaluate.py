@@ -76,7 +76,7 @@ def needle(
 
     sizes = inputs.whole_numbers(lengths, "--lengths")
     places = inputs.whole_numbers(depths, "--depths")
-    chosen = inputs.names(kinds)
+    chosen = inputs.names(kinds, "--kinds", "digits,words")
     settings = {
         "lengths": sizes,
         "depths": places,
@@ -127,41 +127,42 @@ def ruler(
 ) -> None:
     """RULER's tasks, generated here, or from its generator's files."""
     from ..evaluation.data_files import load_ruler
-    from ..evaluation.documents import read_hotpotqa, read_squad
     from ..evaluation.haystacks import find_haystack
+    from ..evaluation.question_files import read_hotpotqa, read_squad
     from ..evaluation.ruler import make_samples
 
     if data is not None:
         made = ("tasks", "lengths", "haystack", "squad", "hotpotqa", "seed")
         _refuse_unused(context, made, "a file of --data has its samples made already")
+        loaded = [sample for path in data for sample in load_ruler(path, samples)]
+        told = {"benchmark": "ruler", "data": [str(path) for path in data], "samples": samples}
+        _evaluate(model, output, lambda measure: loaded, told, given)
+        return
     count = 20 if samples is None else samples
-    sizes, chosen = inputs.whole_numbers(lengths, "--lengths"), inputs.names(tasks)
-    settings = {
+    sizes = inputs.whole_numbers(lengths, "--lengths")
+    chosen = inputs.names(tasks, "--tasks", "niah_single_2,vt")
+    settings: dict[str, Any] = {
         "tasks": chosen,
         "lengths": sizes,
-        "samples": count if data is None else samples,
+        "samples": count,
         "seed": seed,
         "haystack": haystack,
-        "squad": None if squad is None else str(squad),
-        "hotpotqa": None if hotpotqa is None else str(hotpotqa),
-        "data": None if data is None else [str(path) for path in data],
     }
     text = find_haystack(haystack)
     asked = {}
-    for option, task, path, read in (
-        ("--squad", "qa_1", squad, read_squad),
-        ("--hotpotqa", "qa_2", hotpotqa, read_hotpotqa),
+    for option, task, file, read in (
+        ("squad", "qa_1", squad, read_squad),
+        ("hotpotqa", "qa_2", hotpotqa, read_hotpotqa),
     ):
-        if path is not None and task not in chosen:
-            raise inputs.InputError(f"{option} is for {task}, which is not among the --tasks")
-        if path is None and task in chosen:
-            raise inputs.InputError(f"{task} takes its questions from a file; give {option} FILE")
-        if path is not None:
-            asked[task] = read(path)
+        if file is not None and task not in chosen:
+            raise inputs.InputError(f"--{option} is for {task}, which is not among the --tasks")
+        if file is None and task in chosen:
+            raise inputs.InputError(f"{task} takes its questions from a file; give --{option} FILE")
+        if file is not None:
+            asked[task] = read(file)
+            settings[option] = str(file)
 
     def make(measure: Measure) -> list[Sample]:
-        if data is not None:
-            return [sample for path in data for sample in load_ruler(path, samples)]
         return [
             sample
             for task in chosen
@@ -194,7 +195,7 @@ def longbench(
     """LongBench, from its files or from the hub."""
     from ..evaluation.longbench import load_longbench, open_archive
 
-    chosen = inputs.names(tasks)
+    chosen = inputs.names(tasks, "--tasks", "multi_news,trec")
     place = open_archive() if folder is None else folder
     loaded = [s for task in chosen for s in load_longbench(place, task, samples)]
     settings = {"benchmark": "longbench", "tasks": chosen, "samples": samples}

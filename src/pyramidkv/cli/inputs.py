@@ -220,9 +220,16 @@ def bytes_per_second(text: str | None, option: str) -> int | None:
     return byte_count(None if text is None else text.rstrip().removesuffix("/s"), option)
 
 
-def names(text: str) -> list[str]:
-    """Read names separated by commas."""
-    return [name.strip() for name in text.split(",") if name.strip()]
+def names(text: str, option: str, example: str) -> list[str]:
+    """Read names separated by commas.
+
+    Raises:
+        InputError: there is none.
+    """
+    listed = [name.strip() for name in text.split(",") if name.strip()]
+    if not listed:
+        raise InputError(f"{option} names nothing; give such as {example}")
+    return listed
 
 
 def named_methods(text: str, option: str) -> list[tuple[str, dict[str, Any]]]:
@@ -231,9 +238,7 @@ def named_methods(text: str, option: str) -> list[tuple[str, dict[str, Any]]]:
     Raises:
         InputError: there is none.
     """
-    listed = names(text)
-    if not listed:
-        raise InputError(f"{option} names no method; give such as snapkv,pyramidkv")
+    listed = names(text, option, "snapkv,pyramidkv")
     parts = (item.partition(":") for item in listed)
     return [(name, {"allocation": rule} if rule else {}) for name, _, rule in parts]
 

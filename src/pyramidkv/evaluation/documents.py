@@ -7,18 +7,13 @@ question's own documents are there, then others of the same article, then any.
 
 from __future__ import annotations
 
-import json
 import random
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path
-from typing import Any
 
-from ..errors import first_line
 from .filling import DOT_FILLER, PLAIN_FILLER, Draft, Measure, TaskError, generator
-from .jsonl import DataError
 
 MAX_NEW_TOKENS = 32
 """RULER's limit of an answer."""
@@ -74,7 +69,7 @@ class DocumentSketch:
     Attributes:
         questions: the set.
         asked: the question.
-        depths: where each of its own documents stands, in percent of those placed before it.
+        depths: where each of its own documents is put among those there already, from 0 to 1.
         others: the other documents, those used first in front.
         order: seed of the order in which they stand.
     """
@@ -85,9 +80,9 @@ class DocumentSketch:
     others: tuple[int, ...]
     order: str
     fillers: Sequence[Sequence[str]] = (PLAIN_FILLER, DOT_FILLER)
-    least: int = 1
+    least: int = 0
 
-    @property
+    @cached_property
     def most(self) -> int:
         """Words of all other documents."""
         return sum(self.questions.words[index] for index in self.others)
@@ -95,24 +90,26 @@ class DocumentSketch:
     def draft(self, units: int, filler: str) -> Draft:
         """Return the sample with so many words of other documents, the last one cut to fit."""
         texts = list(self._beginning(units))
-        if filler:
-            texts[-1] += f" {filler}"
+        filler = f" {filler}" if filler else ""
+        if texts:
+            texts[-1] += filler
         random.Random(self.order).shuffle(texts)
-        own = [self.questions.documents[index] for index in self.asked.own]
-        for text, depth in zip(own, self.depths, strict=True):
-            texts.insert(round(depth / 100 * len(texts)), text)
-        head = f"{_ASKED}\n\nThe following are given documents."
-        begins, context = {}, head
-        for number, text in enumerate(texts, start=1):
+        placed: list[tuple[int | None, str]] = [(None, text) for text in texts]
+        for own, depth in zip(self.asked.own, self.depths, strict=True):
+            place = min(int(depth * (len(placed) + 1)), len(placed))
+            placed.insert(place, (own, self.questions.documents[own]))
+        context = f"{_ASKED}\n\nThe following are given documents."
+        begins = {}
+        for number, (document, text) in enumerate(placed, start=1):
             context += f"\n\nDocument {number}:\n"
-            begins[text] = len(context)
+            begins[document] = len(context)
             context += text
         return Draft(
-            context=context,
+            context=context if texts else context + filler,
             question=f"\n\n{_ASKED}\n\nQuestion: {self.asked.text}",
             answer_prefix=" Answer:",
             answers=self.asked.answers,
-            facts={"documents": len(texts), "positions": [begins[text] for text in own]},
+            facts={"documents": len(placed), "positions": [begins[own] for own in self.asked.own]},
         )
 
     def _beginning(self, words: int) -> Iterator[str]:
@@ -146,7 +143,7 @@ def document_sketches(
     def draw(index: int, length: int) -> DocumentSketch:
         asked = questions.questions[order[index]]
         rng = generator(seed, questions.task, index)
-        depths = tuple(rng.uniform(0, 100) for _ in asked.own)
+        depths = tuple(rng.random() for _ in asked.own)
         near = rng.sample(asked.near, len(asked.near))
         taken = {*asked.own, *near}
         rest = [place for place in range(len(questions.documents)) if place not in taken]
@@ -160,14 +157,15 @@ def document_sketches(
 
 
 def _check_fills(sketch: DocumentSketch, measure: Measure, length: int) -> None:
-    room, most = length - MAX_NEW_TOKENS, sketch.most
-    if most >= room:  # a word has a token at least, and measuring a whole file takes long
+    room = length - MAX_NEW_TOKENS
+    if sketch.most >= room:  # a word has a token at least, and measuring a whole file takes long
         return
-    tokens = sketch.draft(most, "").tokens(measure) if most else 0
+    tokens = sketch.draft(sketch.most, "").tokens(measure)
     if tokens < room:
         raise TaskError(
-            f"the documents of {sketch.questions.name!r} fill {tokens:,} tokens, and {room:,} are "
-            "asked for; give a smaller length or a larger file"
+            f"with all documents of {sketch.questions.name!r} a prompt and its answer have "
+            f"{tokens + MAX_NEW_TOKENS:,} tokens, and {length:,} are asked for; give a smaller "
+            "length or a larger file"
         )
 
 
@@ -176,69 +174,3 @@ def _cut(text: str, words: int) -> str:
     ends = (word.end() for word in re.finditer(r"\S+", text))
     end = next(end for number, end in enumerate(ends, start=1) if number == words)
     return text[:end].rstrip(".,;:") + "..."
-
-
-def read_squad(path: Path) -> QuestionSet:
-    """Return the questions of a SQuAD file, version 2.0 or 1.1, that have an answer, for `qa_1`.
-
-    Raises:
-        DataError: it cannot be read, is another kind of file, or has no such question.
-    """
-    return _read(path, "qa_1", "SQuAD", _squad)
-
-
-def read_hotpotqa(path: Path) -> QuestionSet:
-    """Return the questions of a HotpotQA file for `qa_2`.
-
-    Raises:
-        DataError: it cannot be read, is another kind of file, or has no question.
-    """
-    return _read(path, "qa_2", "HotpotQA", _hotpotqa)
-
-
-_Places = Callable[[str], int]
-"""The place of a document in the set, which has it from then on."""
-
-
-def _read(
-    path: Path, task: str, name: str, questions_of: Callable[[Any, _Places], Iterator[Question]]
-) -> QuestionSet:
-    shown = repr(str(path))
-    places: dict[str, int] = {}
-    try:
-        value = json.loads(path.read_bytes().decode("utf-8-sig"))
-        found = tuple(questions_of(value, lambda text: places.setdefault(text, len(places))))
-    except OSError as error:
-        raise DataError(f"cannot read {shown}: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{shown} is not JSON in UTF-8 ({first_line(error)})") from None
-    except (KeyError, TypeError, AttributeError):
-        raise DataError(f"{shown} is no file of {name} as its authors publish it") from None
-    if not found:
-        raise DataError(f"{shown} has no question with an answer; give another file of {name}")
-    return QuestionSet(task, path.name, tuple(places), found)
-
-
-def _squad(value: Any, place: _Places) -> Iterator[Question]:
-    for article in value["data"]:
-        paragraphs = article["paragraphs"]
-        places = [place(_text(paragraph["context"])) for paragraph in paragraphs]
-        for own, paragraph in zip(places, paragraphs, strict=True):
-            near = tuple(sorted({*places} - {own}))
-            for asked in paragraph["qas"]:
-                answers = dict.fromkeys(_text(answer["text"]) for answer in asked["answers"])
-                if answers and not asked.get("is_impossible", False):
-                    yield Question(_text(asked["question"]), tuple(answers), (own,), near)
-
-
-def _hotpotqa(value: Any, place: _Places) -> Iterator[Question]:
-    for asked in value:
-        documents = [f"{_text(title)}\n{''.join(parts)}" for title, parts in asked["context"]]
-        own = tuple(dict.fromkeys(place(document) for document in documents))
-        yield Question(_text(asked["question"]), (_text(asked["answer"]),), own)
-
-
-def _text(value: Any) -> str:
-    if not isinstance(value, str) or not value.strip():
-        raise TypeError("a text is needed")
-    return value

@@ -99,7 +99,7 @@ def read_lines(path: Path | zipfile.Path, limit: int | None = None) -> Iterator[
             or no object.
     """
     if limit is not None and (type(limit) is not int or limit < 1):
-        raise DataError(f"the limit is {limit!r}; it must be at least 1 sample")
+        raise DataError(f"the number of samples is {limit!r}; it must be at least 1")
     name = repr(str(path))
     if path.exists() and not path.is_file():
         raise DataError(f"{name} is no plain file; give a file with one JSON object per line")

@@ -14,7 +14,7 @@ from typing import Any
 
 from ..compression import without_amount
 from .folders import EvaluationError, read_all_settings, read_places, sample_key
-from .summary import FULL, summarise
+from .summary import FULL, asked_length, summarise
 
 WORST = 10
 """Losses that are shown at most."""
@@ -183,9 +183,9 @@ def needle_means(
     Returns:
         nothing, if no sample has both.
     """
-    cells: dict[tuple[float, float], list[Mapping[str, Any]]] = {}
+    cells: dict[Any, list[Mapping[str, Any]]] = {}
     for line in lines:
-        place = line["facts"].get("depth"), line["facts"].get("length")
+        place = line["facts"].get("depth"), asked_length(line)
         if all(isinstance(value, Real) for value in place):
             cells.setdefault(place, []).append(line["arms"])
     if not cells:

@@ -5,8 +5,9 @@ github.com/NVIDIA/RULER, Apache-2.0), as its `synthetic.yaml` has them: they def
 and results can be compared with others'. The code, noise, word lists and texts are our own, so
 single samples are not those of RULER's generator. Three more differences: a text begins at a random
 sentence instead of always its first; a prompt is filled to the very token; in `cwe`, words are
-adjective-noun pairs where single words of our list do not suffice. `cwe` holds one solved example,
-`vt` none, as in RULER's code. `qa_1` and `qa_2` are made of files that users have: see `documents`.
+adjective-noun pairs where single words of our list do not suffice. `cwe` and `vt` hold one solved
+example, as RULER's generator writes it. `qa_1` and `qa_2` are made of files that users have: see
+`documents`.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from __future__ import annotations
 import random
 import string
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import takewhile
 
 from .documents import MAX_NEW_TOKENS as MAX_ANSWER_TOKENS
 from .documents import QuestionSet, document_sketches
@@ -54,6 +56,9 @@ from .word_counts import (
 
 HOPS = 4
 """Assignments in a chain of `vt` after the first."""
+
+EXAMPLE_TOKENS = 500
+"""The most tokens of the solved example in front of `vt`."""
 
 _DEPTHS = tuple(round(100 * step / 39) for step in range(40))
 
@@ -126,12 +131,14 @@ class VariableTracking:
         variables: in the order of the chain.
         value: what the first is assigned.
         depths: of each assignment, ascending, in percent of the noise.
+        example: a solved one, which stands before it.
     """
 
     haystack: Haystack
     variables: tuple[str, ...]
     value: str
     depths: tuple[float, ...]
+    example: str = ""
     fillers: Sequence[Sequence[str]] = (DOT_FILLER, PLAIN_FILLER)
     least: int = 1
     most: int = ENDLESS
@@ -140,14 +147,14 @@ class VariableTracking:
         """Return the sample with so many words of noise."""
         sources = [self.value, *(f"VAR {name}" for name in self.variables)]
         chain = [
-            (depth, f"VAR {name} = {source}")
+            (depth, f"VAR {name} = {source}{' ' * (source != self.value)}")  # spaces are RULER's
             for depth, name, source in zip(self.depths, self.variables, sources, strict=False)
         ]
         pieces = self.haystack.beginning(units) + ([filler] if filler else [])
         text, begins = plant(pieces, self.haystack.separator, chain)
         head = (
-            "Memorize and track the chain(s) of variable assignment hidden in the following "
-            "text.\n\n"
+            f"{self.example}Memorize and track the chain(s) of variable assignment hidden in the "
+            "following text.\n\n"
         )
         return Draft(
             context=head + text,
@@ -155,7 +162,7 @@ class VariableTracking:
             f"{self.value} in the text above.",
             answer_prefix=" Answer: According to the chain(s) of variable assignment in the text "
             f"above, {len(self.variables)} variables are assigned the value {self.value}, "
-            "they are:",
+            "they are: ",
             answers=self.variables,
             facts={
                 "depths": [round(depth, 1) for depth in self.depths],
@@ -187,7 +194,7 @@ def make_samples(
         count: how many.
         haystack: the text of the tasks that hide needles in essays; by default the Constitution.
             The others have their own.
-        questions: of `qa_1` and `qa_2`: see `documents.read_squad` and `read_hotpotqa`. A sample
+        questions: of `qa_1` and `qa_2`: see `question_files`. A sample
             asks one drawn from all.
         exact: fill with a few neutral words up to the very token.
 
@@ -207,13 +214,16 @@ def make_samples(
     check_count(length, "the length")
     check_count(count, "the number of samples")
     check_seed(seed)
+    text = chosen_haystack(haystack)
     facts: dict[str, object] = {}
     if task in QUESTION_TASKS:
         most, metric = MAX_ANSWER_TOKENS, "match_part"
         sketch: _Maker = document_sketches(_chosen(questions, task), measure, count, seed)
     else:
         most, metric = TASKS[task], "match_all"
-        sketch, facts = _maker(task, measure, seed, chosen_haystack(haystack))
+        if questions is not None:
+            raise TaskError(f"{task} asks no questions of a file; leave them out")
+        sketch, facts = _maker(task, measure, seed, text)
     requests = [
         Request(task, index, length, most, _at(sketch, index), facts, metric)
         for index in range(count)
@@ -223,8 +233,15 @@ def make_samples(
 
 def _chosen(questions: QuestionSet | None, task: str) -> QuestionSet:
     """Return the questions handed in if they are the task's."""
-    if questions is None or questions.task != task:
-        given = "none are given" if questions is None else f"{questions.name!r} has others"
+    if not isinstance(questions, QuestionSet) or questions.task != task:
+        given = "none are given"
+        if questions is not None:
+            known = isinstance(questions, QuestionSet)
+            given = (
+                f"{questions.name!r} has others"
+                if known
+                else f"{questions!r} is none that was read"
+            )
         raise TaskError(
             f"{task} takes questions and documents from a file of {QUESTION_TASKS[task]}, which is "
             f"not ours to ship, and {given}; give that file"
@@ -250,7 +267,10 @@ def _maker(
         return lambda index, length: _frequent_words(seed, index, length), {}
     if task == "vt":
         quiet = noise()
-        return lambda index, length: _variables(seed, index, quiet), {"haystack": quiet.name}
+        return (
+            lambda index, length: _variables(measure, seed, index, quiet),
+            {"haystack": quiet.name},
+        )
     hidden = _HIDDEN[task]
     chosen = noise() if hidden.haystack == "noise" else text
     name = "needles" if hidden.haystack == "needles" else chosen.name
@@ -260,15 +280,38 @@ def _maker(
     )
 
 
-def _variables(seed: int, index: int, haystack: Haystack) -> VariableTracking:
+def _variables(measure: Measure, seed: int, index: int, haystack: Haystack) -> VariableTracking:
     rng = generator(seed, "vt", index)
+    asked = _chain(rng, haystack, 5)
+    shown = _chain(rng, haystack, 3)
+    while shown.value == asked.value or any(
+        part in whole for part in shown.variables for whole in asked.variables
+    ):
+        shown = _chain(rng, haystack, 3)
+    return replace(asked, example=_solved(shown, measure))
+
+
+def _chain(rng: random.Random, haystack: Haystack, letters: int) -> VariableTracking:
     names: dict[str, None] = {}
     while len(names) < HOPS + 1:
-        name = "".join(rng.choices(string.ascii_uppercase, k=5))
+        name = "".join(rng.choices(string.ascii_uppercase, k=letters))
         if name not in haystack:
             names[name] = None
     depths = sorted(rng.uniform(0, 100) for _ in names)
     return VariableTracking(haystack, tuple(names), str(rng.randint(10000, 99999)), tuple(depths))
+
+
+def _solved(sketch: VariableTracking, measure: Measure) -> str:
+    """Return the example with as many lines of noise as fit, and the answers behind it."""
+    line = len(sketch.haystack.piece(0).split())
+    room = EXAMPLE_TOKENS + measure("", "", "")  # of the text itself, without a chat template
+    drafts = (sketch.draft(line * count, "") for count in range(1, EXAMPLE_TOKENS))
+    fitting = list(takewhile(lambda draft: draft.tokens(measure) <= room, drafts))
+    if not fitting:
+        return ""
+    draft = fitting[-1]
+    text = draft.context + draft.question + draft.answer_prefix
+    return f"{text} {' '.join(draft.answers)}\n\n"
 
 
 def _common_words(measure: Measure, seed: int, index: int, length: int) -> CommonWords:

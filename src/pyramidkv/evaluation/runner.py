@@ -177,7 +177,8 @@ def _differing(known: Mapping[str, Any], asked: Mapping[str, Any]) -> list[str]:
     names = sorted(key for key in asked if known.get(key) != asked[key])
     if "settings" in names and isinstance(known.get("settings"), dict):
         old, new = known["settings"], asked["settings"]
-        inner = sorted(key for key in {*old, *new} if old.get(key) != new.get(key))
+        absent = object()
+        inner = sorted(k for k in {*old, *new} if old.get(k, absent) != new.get(k, absent))
         names[names.index("settings")] = f"settings ({', '.join(inner)})"
     return names
 

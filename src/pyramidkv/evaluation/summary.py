@@ -7,7 +7,8 @@ the same needles; they are drawn together. This module needs numpy, not torch.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,10 +51,16 @@ def summarise(
 
 def _groups_of(line: Mapping[str, Any]) -> list[str]:
     names = ["all", line["task"]]
-    length = line["facts"].get("length")
+    length = asked_length(line)
     if length is not None:
         names.append(f"{line['task']}, {length:,} tokens")
     return list(dict.fromkeys(names))
+
+
+def asked_length(line: Mapping[str, Any]) -> int | None:
+    """Return the length that a sample was generated at, if it was generated."""
+    facts = line["facts"]
+    return facts["length"] if "tokens" in facts and "length" in facts else None
 
 
 def _summarise(
@@ -109,7 +116,7 @@ class _Resamples:
     @classmethod
     def of(cls, lines: Sequence[Mapping[str, Any]], seed: int) -> _Resamples:
         numbers: dict[Any, int] = {}
-        draw = [numbers.setdefault(_draw_of(n, line), len(numbers)) for n, line in enumerate(lines)]
+        draw = [numbers.setdefault(key, len(numbers)) for key in _draws(lines)]
         size = (RESAMPLES, len(numbers))
         return cls(np.array(draw), np.random.default_rng(seed).integers(0, len(numbers), size))
 
@@ -120,11 +127,17 @@ class _Resamples:
         return means
 
 
-def _draw_of(number: int, line: Mapping[str, Any]) -> Any:
-    """Return what samples have in common that differ in nothing but their length."""
-    if "length" not in line["facts"]:  # only generated ones have one that was asked for
-        return number
-    return (line["task"], line["question"], *line["answers"])
+def _draws(lines: Iterable[Mapping[str, Any]]) -> Iterator[Any]:
+    """Yield for each sample what it has in common with those that differ in length alone."""
+    seen: Counter[Any] = Counter()
+    for number, line in enumerate(lines):
+        length = asked_length(line)
+        if length is None:
+            yield number
+            continue
+        asked = (line["task"], line["question"], *line["answers"])
+        yield asked, seen[length, asked]  # of the same length, the same words are another sample
+        seen[length, asked] += 1
 
 
 def _interval(values: NDArray[np.float64], chosen: _Resamples) -> list[float]:
