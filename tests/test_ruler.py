@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections import Counter
 from importlib.util import find_spec
@@ -12,10 +11,9 @@ import pytest
 from conftest import tiny_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokens import count_words, measure_with
+from tokens import check_reads_as_official, count_words, measure_with
 
 from pyramidkv import loading
-from pyramidkv.evaluation.data_files import load_ruler
 from pyramidkv.evaluation.filling import TaskError
 from pyramidkv.evaluation.haystacks import find_haystack, noise
 from pyramidkv.evaluation.needles import FORMS, KINDS, needle_samples
@@ -137,23 +135,10 @@ def test_a_sample_depends_on_the_seed_and_its_index_alone(task):
 
 @pytest.mark.parametrize("task", TASKS)
 def test_prompts_read_as_those_of_the_official_generator(task, tmp_path):
-    """Written as a file of RULER's, a sample is taken apart at the same places."""
     (sample,) = make_samples(task, count_words, 900, 1, seed=6)
-    line = {
-        "input": sample.context + sample.question,
-        "answer_prefix": sample.answer_prefix,
-        "outputs": list(sample.answers),
-        "length": 900,
-    }
-    path = tmp_path / f"{task}.jsonl"
-    path.write_text(json.dumps(line) + "\n")
-    (read,) = load_ruler(path)
-    assert (read.context, read.question) == (sample.context, sample.question)
-    assert read.question.startswith("\n")
-    assert not read.question.startswith("\n\n")
-    assert read.answer_prefix == sample.answer_prefix
-    assert (read.metric, read.max_new_tokens) == (sample.metric, sample.max_new_tokens)
-    assert read.answers == sample.answers
+    check_reads_as_official(sample, tmp_path)
+    assert sample.question.startswith("\n")
+    assert not sample.question.startswith("\n\n")
 
 
 def test_numbers_are_those_of_the_benchmark():

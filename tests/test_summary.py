@@ -112,10 +112,7 @@ def test_samples_that_differ_in_length_alone_are_drawn_together():
 
 def test_draws_of_different_sizes_weigh_as_their_samples_do():
     """One question at three lengths, wrong, and one at a single length, right."""
-    some = lines({"full": [0.0]}, length=None)
-    made = [
-        line | {"facts": {"length": length, "tokens": 1}} for length in (1, 2, 3) for line in some
-    ]
+    made = [line for length in (1, 2, 3) for line in lines({"full": [0.0]}, length=length)]
     made += [lines({"full": [1.0, 1.0]}, length=1)[1]]
     summary = summarise(made, {"full": ARMS["full"]})["all"]
     assert summary["arms"]["full"]["score"] == 0.25

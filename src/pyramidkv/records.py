@@ -76,13 +76,22 @@ def read_json_object(path: Path, most_bytes: int) -> dict[str, Any]:
         data = file.read(most_bytes + 1)
     if len(data) > most_bytes:
         raise ValueError(f"is larger than {most_bytes // 2**20} MiB")
-    try:
-        value = json.loads(data.decode("utf-8-sig"))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"is not JSON in UTF-8 ({first_line(error)})") from None
+    value = parse_json(data)
     if not isinstance(value, dict):
         raise ValueError(f"holds a JSON {type(value).__name__}, not an object")
     return value
+
+
+def parse_json(data: bytes, encoding: str = "utf-8-sig") -> Any:
+    """Return what JSON in UTF-8 says, with a byte order mark in front or not.
+
+    Raises:
+        ValueError: it is none; the message is to be put behind the name of what holds it.
+    """
+    try:
+        return json.loads(data.decode(encoding))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"is not JSON in UTF-8 ({first_line(error)})") from None
 
 
 def format_both(count: int) -> str:

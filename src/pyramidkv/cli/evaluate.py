@@ -30,7 +30,6 @@ eval_app = typer.Typer(
 )
 
 Lengths = Annotated[str, typer.Option(help="Tokens of prompt and answer, such as 2048,4096.")]
-Samples = Annotated[int, typer.Option(help="Of each task and length.")]
 Folder = Annotated[Path, typer.Option("--output", help="The run's folder; goes on if it has one.")]
 Agnostic = Annotated[
     bool, typer.Option("--agnostic", help="Compress each context before its question is known.")

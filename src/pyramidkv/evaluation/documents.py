@@ -8,12 +8,12 @@ question's own documents are there, then others of the same article, then any.
 from __future__ import annotations
 
 import random
-import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
 from .filling import DOT_FILLER, PLAIN_FILLER, Draft, Measure, TaskError, generator
+from .haystacks import first_words
 
 MAX_NEW_TOKENS = 32
 """RULER's limit of an answer."""
@@ -89,7 +89,8 @@ class DocumentSketch:
 
     def draft(self, units: int, filler: str) -> Draft:
         """Return the sample with so many words of other documents, the last one cut to fit."""
-        texts = list(self._beginning(units))
+        others = ((self.questions.documents[n], self.questions.words[n]) for n in self.others)
+        texts = list(first_words(others, units))
         filler = f" {filler}" if filler else ""
         if texts:
             texts[-1] += filler
@@ -111,14 +112,6 @@ class DocumentSketch:
             answers=self.asked.answers,
             facts={"documents": len(placed), "positions": [begins[own] for own in self.asked.own]},
         )
-
-    def _beginning(self, words: int) -> Iterator[str]:
-        for index in self.others:
-            if words <= 0:
-                break
-            text, size = self.questions.documents[index], self.questions.words[index]
-            yield text if size <= words else _cut(text, words)
-            words -= size
 
 
 def document_sketches(
@@ -167,10 +160,3 @@ def _check_fills(sketch: DocumentSketch, measure: Measure, length: int) -> None:
             f"{tokens + MAX_NEW_TOKENS:,} tokens, and {length:,} are asked for; give a smaller "
             "length or a larger file"
         )
-
-
-def _cut(text: str, words: int) -> str:
-    """Return the first words of a text, its line breaks kept, and an ellipsis."""
-    ends = (word.end() for word in re.finditer(r"\S+", text))
-    end = next(end for number, end in enumerate(ends, start=1) if number == words)
-    return text[:end].rstrip(".,;:") + "..."

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..errors import PyramidKVError, first_line
-from ..records import read_json_object
+from ..errors import PyramidKVError
+from ..records import parse_json, read_json_object
 
 MAX_SETTINGS_BYTES = 64 * 2**20
 _SHARD_FILE = re.compile(r"samples-([0-9]+)-of-([0-9]+)\.jsonl")
@@ -95,11 +95,11 @@ def read_file(path: Path) -> Iterator[dict[str, Any]]:
 
 def _object(raw: bytes, path: Path, number: int) -> dict[str, Any]:
     try:
-        line = json.loads(raw)
-    except (ValueError, RecursionError) as error:
+        line = parse_json(raw)
+    except ValueError as error:
         raise EvaluationError(
-            f"line {number:,} of {str(path)!r} is not JSON in UTF-8 ({first_line(error)}); take it "
-            "out, and its sample will be answered again"
+            f"line {number:,} of {str(path)!r} {error}; take it out, and its sample will be "
+            "answered again"
         ) from None
     if not isinstance(line, dict):
         raise EvaluationError(

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from importlib import resources
-from itertools import accumulate, count
+from itertools import accumulate, count, islice
 from pathlib import Path
 
 from ..errors import PyramidKVError
@@ -71,17 +71,8 @@ class Haystack:
 
         A piece that is cut ends in an ellipsis, so that each ends as a sentence does.
         """
-        found, left = [], words
-        for index in count(start):
-            if left <= 0:
-                break
-            size = self._sizes[index % len(self.pieces)]
-            piece = self.piece(index)
-            if size > left:
-                piece = " ".join(piece.split()[:left]).rstrip(".,;:") + "..."
-            found.append(piece)
-            left -= size
-        return found
+        every = ((self.piece(n), self._sizes[n % len(self.pieces)]) for n in count(start))
+        return list(first_words(every, words))
 
     @cached_property
     def _sizes(self) -> tuple[int, ...]:
@@ -161,6 +152,26 @@ def sentences(text: str) -> Iterator[str]:
         begin = match.end()
     if begin < len(text):
         yield text[begin:]
+
+
+def first_words(pieces: Iterable[tuple[str, int]], words: int) -> Iterator[str]:
+    """Yield the first of texts that hold so many words, the last one cut to fit.
+
+    Args:
+        pieces: texts and how many words each has.
+        words: as many are taken, or all that there are.
+    """
+    for piece, size in pieces:
+        if words <= 0:
+            break
+        yield piece if size <= words else _cut(piece, words)
+        words -= size
+
+
+def _cut(text: str, words: int) -> str:
+    """Return the first words of a longer text, its line breaks kept, and an ellipsis."""
+    last = next(islice(re.finditer(r"\S+", text), words - 1, None))
+    return text[: last.end()].rstrip(".,;:") + "..."
 
 
 def plant(

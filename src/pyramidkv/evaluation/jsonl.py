@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import zipfile
 import zlib
 from collections.abc import Iterator
@@ -10,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..errors import PyramidKVError, first_line
+from ..errors import PyramidKVError
+from ..records import parse_json
 
 _REQUIRED: Any = object()
 
@@ -122,9 +122,9 @@ def _parse(path: Path | zipfile.Path, number: int, data: bytes) -> Line:
     if not data.strip():
         raise line.error("is empty; delete it")
     try:
-        value = json.loads(data.decode("utf-8-sig" if number == 1 else "utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise line.error(f"is not JSON in UTF-8 ({first_line(error)})") from None
+        value = parse_json(data, "utf-8-sig" if number == 1 else "utf-8")
+    except ValueError as error:
+        raise line.error(str(error)) from None
     if not isinstance(value, dict):
         raise line.error(f"holds {_kind(value)}; a JSON object is needed")
     return Line(path, number, value)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from ..errors import first_line
+from ..records import parse_json
 from .documents import Question, QuestionSet
 from .jsonl import DataError
 
@@ -45,11 +44,11 @@ def _read(
 ) -> QuestionSet:
     shown = repr(str(path))
     try:
-        value = json.loads(path.read_bytes().decode("utf-8-sig"))
+        value = parse_json(path.read_bytes())
     except OSError as error:
         raise DataError(f"cannot read {shown}: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{shown} is not JSON in UTF-8 ({first_line(error)})") from None
+    except ValueError as error:
+        raise DataError(f"{shown} {error}") from None
     places: dict[str, int] = {}
     try:
         found = tuple(questions_of(value, lambda text: places.setdefault(text, len(places))))

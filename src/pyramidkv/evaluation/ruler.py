@@ -145,9 +145,9 @@ class VariableTracking:
 
     def draft(self, units: int, filler: str) -> Draft:
         """Return the sample with so many words of noise."""
-        sources = [self.value, *(f"VAR {name}" for name in self.variables)]
+        sources = [self.value, *(f"VAR {name} " for name in self.variables)]  # spaces are RULER's
         chain = [
-            (depth, f"VAR {name} = {source}{' ' * (source != self.value)}")  # spaces are RULER's
+            (depth, f"VAR {name} = {source}")
             for depth, name, source in zip(self.depths, self.variables, sources, strict=False)
         ]
         pieces = self.haystack.beginning(units) + ([filler] if filler else [])
@@ -194,8 +194,7 @@ def make_samples(
         count: how many.
         haystack: the text of the tasks that hide needles in essays; by default the Constitution.
             The others have their own.
-        questions: of `qa_1` and `qa_2`: see `question_files`. A sample
-            asks one drawn from all.
+        questions: of `qa_1` and `qa_2`: see `question_files`. A sample asks one drawn from all.
         exact: fill with a few neutral words up to the very token.
 
     Returns:
@@ -233,20 +232,18 @@ def make_samples(
 
 def _chosen(questions: QuestionSet | None, task: str) -> QuestionSet:
     """Return the questions handed in if they are the task's."""
-    if not isinstance(questions, QuestionSet) or questions.task != task:
+    if questions is None:
         given = "none are given"
-        if questions is not None:
-            known = isinstance(questions, QuestionSet)
-            given = (
-                f"{questions.name!r} has others"
-                if known
-                else f"{questions!r} is none that was read"
-            )
-        raise TaskError(
-            f"{task} takes questions and documents from a file of {QUESTION_TASKS[task]}, which is "
-            f"not ours to ship, and {given}; give that file"
-        )
-    return questions
+    elif not isinstance(questions, QuestionSet):
+        given = f"{questions!r} is none that was read"
+    elif questions.task != task:
+        given = f"{questions.name!r} has others"
+    else:
+        return questions
+    raise TaskError(
+        f"{task} takes questions and documents from a file of {QUESTION_TASKS[task]}, which is "
+        f"not ours to ship, and {given}; give that file"
+    )
 
 
 _Maker = Callable[[int, int], Sketch]

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -123,8 +124,14 @@ class _Resamples:
     def means(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
         """Return the mean of each repetition's samples."""
         sums = np.bincount(self.draw, weights=values)[self.chosen].sum(axis=1)
-        means: NDArray[np.float64] = sums / np.bincount(self.draw)[self.chosen].sum(axis=1)
+        means: NDArray[np.float64] = sums / self._samples
         return means
+
+    @cached_property
+    def _samples(self) -> NDArray[np.int64]:
+        """How many samples each repetition has."""
+        samples: NDArray[np.int64] = np.bincount(self.draw)[self.chosen].sum(axis=1)
+        return samples
 
 
 def _draws(lines: Iterable[Mapping[str, Any]]) -> Iterator[Any]:
