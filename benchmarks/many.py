@@ -1,9 +1,11 @@
-"""One prompt for many methods against one run for each: how much faster is an evaluation?
+"""One prompt for many methods against runs of their own: how much faster is an evaluation?
 
-Both answer the same needle samples with the same methods and budgets, in turns: first all at once
-(`answer_sample` with all of them), then one after the other. The answers must be the same.
+All answer the same needle samples with the same methods and budgets, in turns: first all at once
+(`answer_sample` with all of them), then method by method (the budgets of each at once), and for the
+first samples also one method and budget after the other. The answers must be the same.
 
-    python benchmarks/many.py [--model M] [--tokens 4096] [--samples 3] [--agnostic] [--device D]
+    python benchmarks/many.py [--model M] [--tokens 4096] [--samples 3] [--alone 1] [--agnostic]
+        [--device D]
 """
 
 from __future__ import annotations
@@ -28,6 +30,9 @@ def main() -> None:
     parser.set_defaults(tokens=4096)
     parser.add_argument("--device", default="cpu", help="such as cuda:0")
     parser.add_argument("--samples", type=int, default=3)
+    parser.add_argument(
+        "--alone", type=int, default=1, help="samples that are also answered one by one"
+    )
     parser.add_argument("--new-tokens", type=int, default=32, help="most tokens of an answer")
     parser.add_argument("--agnostic", action="store_true")
     arguments = parser.parse_args()
@@ -39,8 +44,10 @@ def main() -> None:
         [100 * i / max(arguments.samples - 1, 1) for i in range(arguments.samples)],
         max_new_tokens=arguments.new_tokens,
     )
-    arms = [make_compression("full")]
-    arms += [make_compression(method, budget) for method in METHODS for budget in BUDGETS]
+    methods = [[make_compression("full")]]
+    methods += [[make_compression(method, budget) for budget in BUDGETS] for method in METHODS]
+    arms = [arm for arms in methods for arm in arms]
+    runs = {"together": [arms], "method by method": methods, "one by one": [[arm] for arm in arms]}
 
     def answer(sample: Any, some: list[Any]) -> list[list[int]]:
         prompt = encode_sample(tokenizer, sample, None)
@@ -49,22 +56,32 @@ def main() -> None:
         return [one.token_ids for one in answers]
 
     answer(samples[0], arms[:1])  # warm-up
-    seconds: dict[str, list[float]] = {"together": [], "one by one": []}
-    same = total = 0
-    for sample in samples:
-        start = time.perf_counter()
-        together = answer(sample, arms)
-        middle = time.perf_counter()
-        alone = [answer(sample, [arm])[0] for arm in arms]
-        seconds["together"].append(middle - start)
-        seconds["one by one"].append(time.perf_counter() - middle)
-        same += sum(a == b for a, b in zip(together, alone, strict=True))
-        total += len(arms)
-        print(f"{seconds['together'][-1]:.1f} s together, {seconds['one by one'][-1]:.1f} s alone")
-    ratio = sum(seconds["one by one"]) / sum(seconds["together"])
-    print(f"{len(arms)} methods and budgets, {arguments.tokens:,} tokens: {ratio:.1f}x faster")
-    print(f"{same} of {total} answers are the same to the token")
-    common.report(arguments, {"seconds": seconds, "ratio": ratio, "same": same, "answers": total})
+    seconds: dict[str, list[float]] = {way: [] for way in runs}
+    same = dict.fromkeys(list(runs)[1:], 0)
+    for place, sample in enumerate(samples):
+        found: dict[str, list[list[int]]] = {}
+        for way, parts in runs.items():
+            if way == "one by one" and place >= arguments.alone:
+                continue
+            start = time.perf_counter()
+            found[way] = [answers for part in parts for answers in answer(sample, part)]
+            seconds[way].append(time.perf_counter() - start)
+        for way in found.keys() & same.keys():
+            same[way] += sum(a == b for a, b in zip(found["together"], found[way], strict=True))
+        print(", ".join(f"{seconds[way][-1]:.1f} s {way}" for way in found), flush=True)
+    print(f"{len(arms)} methods and budgets, {arguments.tokens:,} tokens, together:")
+    ratios = {}
+    for way in same:
+        samples_of_way = len(seconds[way])
+        if samples_of_way:
+            ratios[way] = sum(seconds[way]) / sum(seconds["together"][:samples_of_way])
+            print(
+                f"{ratios[way]:.1f}x as fast as {way} ({samples_of_way} samples); {same[way]} of "
+                f"{samples_of_way * len(arms)} answers are the same to the token"
+            )
+    common.report(
+        arguments, {"seconds": seconds, "ratios": ratios, "same": same, "arms": len(arms)}
+    )
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from pyramidkv import cli, loading
 
 def run(*arguments: object, stdin: bytes = b"") -> subprocess.CompletedProcess:
     """Run the command in a process of its own: the one way to see what a user sees."""
-    command = [sys.executable, "-c", "from pyramidkv.cli import main; main()"]
+    command = [sys.executable, "-m", "pyramidkv"]
     return subprocess.run(
         [*command, *map(str, arguments)],
         input=stdin,
