@@ -18,7 +18,7 @@ from typing import Any
 
 import common
 
-COMMAND = [sys.executable, "-c", "from pyramidkv.cli import main; main()", "simulate"]
+COMMAND = [sys.executable, "-m", "pyramidkv", "simulate"]
 
 
 def one(layers: int, length: int, threads: int) -> float:

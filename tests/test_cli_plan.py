@@ -75,7 +75,7 @@ def test_methods_stand_side_by_side_with_their_true_totals():
 @pytest.mark.parametrize("width", [40, 80, 100, 200])
 def test_no_figure_is_ever_cut_off(width, monkeypatch):
     monkeypatch.setenv("COLUMNS", str(width))
-    command = [sys.executable, "-c", "from pyramidkv.cli import main; main()"]
+    command = [sys.executable, "-m", "pyramidkv"]
     methods = "snapkv,pyramidkv,h2o,pyramidkv-official,streamingllm,h2o:power"
     arguments = ["plan", "llama-3.1-70b", "--context", "131072", "--budget", "512"]
     done = subprocess.run(
