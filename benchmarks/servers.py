@@ -26,7 +26,7 @@ NAME = "served"
 """Of the model, in requests."""
 
 STOCK = ["-m", "vllm.entrypoints.openai.api_server", "--model"]
-PLUGIN = ["-c", "from pyramidkv.cli import main; main()", "serve"]
+PLUGIN = ["-m", "pyramidkv", "serve"]
 """What Python is started with; the model comes next."""
 
 SPACE_GIB = 1
